@@ -1,0 +1,106 @@
+"""What all programs share: errors as one line with an exit code, option types, output that no console refuses.
+
+Exit codes: 0 done, 1 an error that the user can do something about, 2 wrong arguments (click's own), 130 Ctrl-C.
+Errors of any other kind are bugs and keep their traceback.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, TextIO, TypeVar
+
+import click
+
+from eesd_lite.errors import USER_ERRORS, BudgetError
+from eesd_lite.units import parse_size
+
+USER_ERROR, INTERRUPTED = 1, 130
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Size(click.ParamType):
+    """A number of bytes, written as people write it."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return parse_size(value)
+        except BudgetError as error:
+            self.fail(str(error), param, ctx)
+
+
+class Rate(Size):
+    """Bytes per second, with or without the "/s"."""
+
+    name = "rate"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        rate = super().convert(value.removesuffix("/s") if isinstance(value, str) else value, param, ctx)
+        if rate == 0:
+            self.fail("a rate must be more than 0 bytes a second", param, ctx)
+        return rate
+
+
+def program_name() -> str:
+    """What messages start with: the program and its subcommand."""
+    context = click.get_current_context(silent=True)
+    return context.command_path if context is not None else "eesd"
+
+
+def reports_errors(function: Function) -> Function:
+    """Turn errors that users can cause into one line on stderr and an exit code; used on every command."""
+
+    @functools.wraps(function)
+    def command(*args: Any, **kwargs: Any) -> Any:
+        harden_streams()
+        try:
+            result = function(*args, **kwargs)
+            if sys.stdout is not None:
+                sys.stdout.flush()
+            return result
+        except BrokenPipeError:
+            silence_stdout()  # `| head -1` has seen enough: no error
+            sys.exit(0)
+        except USER_ERRORS as error:
+            _complain(str(error))
+        except OSError as error:  # full disk, no permission: the message names the file
+            if error.filename is None and error.strerror is None:
+                raise
+            _complain(f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror))
+        except KeyboardInterrupt:
+            sys.exit(INTERRUPTED)
+
+    return command  # type: ignore[return-value]
+
+
+def harden_streams() -> None:
+    """Characters that the console's encoding lacks become question marks instead of an exception."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")
+
+
+def silence_stdout() -> None:
+    """Point stdout at nothing, so that the interpreter's last flush cannot fail again."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError, AttributeError):
+        pass
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether a standard stream exists and is a terminal."""
+    try:
+        return stream is not None and stream.isatty()
+    except ValueError:  # closed
+        return False
+
+
+def _complain(message: str) -> None:
+    click.echo(f"{program_name()}: error: {' '.join(message.split())}", err=True)
+    sys.exit(USER_ERROR)

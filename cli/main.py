@@ -1,0 +1,73 @@
+"""`eesd`: one command group. A subcommand's module is imported when it is asked for, not for the list of commands."""
+
+from __future__ import annotations
+
+import click
+
+from cli.common import harden_streams
+from eesd_lite import __version__
+
+SUBCOMMANDS = {
+    "fetch": "Prepare a known model, or list the known models.",
+    "quantize": "Quantize a 16-bit model to 4-bit GPTQ.",
+    "train": "Train exit heads for a model on its own text.",
+    "bench": "Measure plain decoding against drafting, on this machine.",
+    "eval": "Perplexity of a model, and its KL divergence from a reference.",
+    "cache": "List or remove prepared models.",
+}
+
+
+class _Lazy(click.Group):
+    """Knows the names and one line about each; imports a module for the one that runs."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(SUBCOMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        # One import statement each, so that tools see who imports what.
+        command: click.Command | None = None
+        if cmd_name == "fetch":
+            from cli.fetch import fetch
+
+            command = fetch
+        elif cmd_name == "quantize":
+            from cli.quantize import quantize
+
+            command = quantize
+        elif cmd_name == "train":
+            from cli.train import train
+
+            command = train
+        elif cmd_name == "bench":
+            from cli.bench import bench
+
+            command = bench
+        elif cmd_name == "eval":
+            from cli.eval import evaluate
+
+            command = evaluate
+        elif cmd_name == "cache":
+            from cli.cache import cache
+
+            command = cache
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(SUBCOMMANDS.items()))
+
+
+@click.group("eesd", cls=_Lazy)
+@click.version_option(__version__, prog_name="eesd-lite")
+def eesd() -> None:
+    """Prepare, train, measure: everything around `eesd-chat`."""
+    harden_streams()
+
+
+def main() -> None:
+    """The installed program `eesd`."""
+    eesd(prog_name="eesd")
+
+
+if __name__ == "__main__":
+    main()

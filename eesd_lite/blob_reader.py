@@ -1,0 +1,86 @@
+"""Reading layer blobs from disk without the page cache, at the disk's rate or at a slower one that is asked for.
+
+O_DIRECT keeps the page cache from hiding the cost and from eating the memory that the plan counts. Where the platform
+or the file system lacks it, reads are buffered and the pages are dropped again; `mode` says which. Used by the streamer
+on its thread, and by the loader for resident layers.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from torch import Tensor
+
+from eesd_lite.errors import StreamError
+from eesd_lite.layer_blob import BLOCK
+
+_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+class BlobReader:
+    """Reads whole blobs into page-aligned buffers. `rate` in bytes per second imitates a slower link (simulated)."""
+
+    def __init__(self, rate: float | None = None) -> None:
+        if rate is not None and rate <= 0:
+            raise StreamError(f"throttle must be above 0 bytes per second, not {rate:g}")
+        self.rate = rate
+        self.mode = "direct" if _DIRECT else "buffered"
+        self._files: dict[Path, int] = {}
+        self._due = 0.0
+
+    def read(self, path: Path, buffer: Tensor, nbytes: int) -> None:
+        """Fill the first `nbytes` (a multiple of BLOCK) of `buffer` (uint8); StreamError names the file."""
+        assert nbytes % BLOCK == 0 and buffer.numel() >= nbytes, (nbytes, buffer.numel())
+        started = time.perf_counter()
+        target = memoryview(buffer.numpy())[:nbytes]
+        try:
+            count = self._read_once(path, target)
+        except OSError as error:
+            raise StreamError(f"{path}: reading offloaded weights failed ({error.strerror or error})") from None
+        if count != nbytes:
+            raise StreamError(f"{path}: {count} of {nbytes} bytes; the packed file was cut, remove it with: eesd cache rm")
+        self._wait(started, nbytes)
+
+    def _read_once(self, path: Path, target: memoryview) -> int:
+        try:
+            return self._read_all(self._open(path), target)
+        except OSError:
+            if self.mode != "direct":
+                raise
+        # Some file systems (tmpfs) refuse O_DIRECT at open or at read: read buffered from here on.
+        self.mode = "buffered"
+        self.close()
+        return self._read_all(self._open(path), target)
+
+    def _read_all(self, descriptor: int, target: memoryview) -> int:
+        done = 0
+        while done < len(target):
+            count = os.preadv(descriptor, [target[done:]], done)
+            if count == 0:
+                break
+            done += count
+        if self.mode == "buffered" and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        return done
+
+    def _open(self, path: Path) -> int:
+        if path not in self._files:
+            self._files[path] = os.open(path, os.O_RDONLY | (_DIRECT if self.mode == "direct" else 0))
+        return self._files[path]
+
+    def _wait(self, started: float, nbytes: int) -> None:
+        """Sleep until a link of `rate` would have delivered; a late wake-up is made good by the next read."""
+        if self.rate is None:
+            return
+        late = started - self._due
+        self._due = (started if late > 0.002 else self._due) + nbytes / self.rate
+        remaining = self._due - time.perf_counter()
+        if remaining > 0:
+            time.sleep(remaining)
+
+    def close(self) -> None:
+        """Close all files; reading again opens them again."""
+        while self._files:
+            os.close(self._files.popitem()[1])

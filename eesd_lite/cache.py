@@ -1,0 +1,140 @@
+"""Where keys and values live, and which of them a row may see.
+
+`Rows` says for every row of a forward pass its position, the slot it writes and the slots it attends, in order; a
+chain is a tree without branches. `KVCache` owns one preallocated key and value buffer per layer. Slots are only
+addresses: arithmetic depends on the order of the attended keys, so a moved or tree-written entry changes no bit.
+Used by the transformer, the exit head and the acceptance step, which compacts a kept tree path with `move`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one forward pass: row r attends slots 0..prefix[r]-1 and then paths[r] (-1 ends it)."""
+
+    positions: torch.Tensor  # [rows] int64, for the rotary embedding
+    slots: torch.Tensor  # [rows] int64, where the row writes its key and value
+    prefix: torch.Tensor  # [rows] int64
+    paths: torch.Tensor  # [rows, depth] int64, -1 padded; depth may be 0
+
+    def __post_init__(self) -> None:
+        count = self.positions.numel()
+        for name in ("positions", "slots", "prefix"):
+            tensor = getattr(self, name)
+            assert tensor.shape == (count,), f"{name} has shape {tuple(tensor.shape)}, not ({count},)"
+        assert self.paths.dim() == 2 and self.paths.shape[0] == count, f"paths {tuple(self.paths.shape)}, rows {count}"
+        for name in ("positions", "slots", "prefix", "paths"):
+            tensor = getattr(self, name)
+            assert tensor.dtype == torch.int64 and tensor.is_contiguous(), (
+                f"{name} is {tensor.dtype}, or not contiguous"
+            )
+
+    def __len__(self) -> int:
+        return self.positions.numel()
+
+    @classmethod
+    def chain(cls, start: int, count: int, device: torch.device | str = "cpu") -> Rows:
+        """Rows for `count` consecutive tokens from position `start`, each in the slot of its position."""
+        positions = torch.arange(start, start + count, device=device)
+        paths = torch.empty(count, 0, dtype=torch.int64, device=device)
+        return cls(positions=positions, slots=positions, prefix=positions + 1, paths=paths)
+
+    @classmethod
+    def tree(cls, start: int, parents: Sequence[int], device: torch.device | str = "cpu") -> Rows:
+        """Rows for a token tree hung below position start - 1: node i has slot start + i and parent parents[i].
+
+        A parent is an earlier node, or -1 for a child of the last visible token.
+        """
+        paths: list[list[int]] = []
+        for node, parent in enumerate(parents):
+            assert -1 <= parent < node, f"node {node} has parent {parent}"
+            above = paths[parent] if parent >= 0 else []
+            paths.append([*above, start + node])
+        depth = max((len(path) for path in paths), default=0)
+        padded = [path + [-1] * (depth - len(path)) for path in paths]
+        return cls(
+            positions=torch.tensor([start + len(path) - 1 for path in paths], dtype=torch.int64, device=device),
+            slots=torch.arange(start, start + len(paths), device=device),
+            prefix=torch.full((len(paths),), start, dtype=torch.int64, device=device),
+            paths=torch.tensor(padded, dtype=torch.int64, device=device).reshape(len(paths), depth),
+        )
+
+    def alone(self) -> Rows:
+        """The same rows, each seeing only itself: for writing keys and values without paying for attention."""
+        return Rows(
+            positions=self.positions,
+            slots=self.slots,
+            prefix=torch.zeros_like(self.prefix),
+            paths=self.slots[:, None].contiguous(),
+        )
+
+    def slice(self, start: int, stop: int) -> Rows:
+        """Rows start..stop-1 of these; used where a long prompt passes a layer in chunks."""
+        return Rows(
+            positions=self.positions[start:stop].contiguous(),
+            slots=self.slots[start:stop].contiguous(),
+            prefix=self.prefix[start:stop].contiguous(),
+            paths=self.paths[start:stop].contiguous(),
+        )
+
+
+def kv_bytes_per_token(num_key_value_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes that one token takes in one layer, key and value together."""
+    return 2 * num_key_value_heads * head_dim * dtype.itemsize
+
+
+class KVCache:
+    """Keys and values of every layer, allocated once: `layer(i)` is a pair [num_key_value_heads, capacity, head_dim].
+
+    One contiguous tensor holds all layers, so that compacting an accepted path is one operation. The cache has no
+    length: who writes it knows what is valid, and forgetting is free.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        capacity: int,
+        *,
+        num_key_value_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        assert num_layers > 0 and capacity > 0, f"layers {num_layers}, capacity {capacity}"
+        self.num_layers = num_layers
+        self.capacity = capacity
+        shape = (num_layers, 2, num_key_value_heads, capacity, head_dim)
+        self._data = torch.zeros(shape, dtype=dtype, device=device)
+        self._pairs = [(self._data[layer, 0], self._data[layer, 1]) for layer in range(num_layers)]
+        assert len(self._pairs) == num_layers, f"{len(self._pairs)} caches for {num_layers} layers"
+
+    @property
+    def nbytes(self) -> int:
+        return self._data.nbytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token in one layer."""
+        return self.nbytes // (self.num_layers * self.capacity)
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Key and value buffers of one layer; a layer never shares or borrows another's."""
+        assert 0 <= index < self.num_layers, f"layer {index} of {self.num_layers}"
+        return self._pairs[index]
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy slot sources[i] to targets[i] in every layer; all sources are read before any target is written."""
+        assert len(sources) == len(targets), f"{len(sources)} sources for {len(targets)} targets"
+        moves = [(source, target) for source, target in zip(sources, targets, strict=True) if source != target]
+        if not moves:
+            return  # an accepted chain already lies where it belongs
+        for slot in (slot for pair in moves for slot in pair):
+            assert 0 <= slot < self.capacity, f"slot {slot} of {self.capacity}"
+        from_slots, to_slots = (torch.tensor(side, device=self._data.device) for side in zip(*moves, strict=True))
+        self._data.index_copy_(3, to_slots, self._data.index_select(3, from_slots))

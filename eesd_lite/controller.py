@@ -1,0 +1,108 @@
+"""How much to draft: the protocol, the baselines, and the names that users type.
+
+A controller decides after each drafted token whether to draft one more. It can change how fast text appears, never
+which text. It reads no clock: whoever runs the rounds hands it the seconds. The two controllers that learn are in
+controllers_thompson.py; docs/controller.md explains them. Plain Python.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from eesd_lite.controllers_thompson import CALIBRATED_EDGES, ThompsonController
+from eesd_lite.errors import EesdError
+
+CONTROLLER_NAMES = ("calibrated", "beta", "fixed:K", "hf", "off")
+_HF_THRESHOLD = 0.4  # transformers' assistant_confidence_threshold
+_HF_LONGEST = 20  # transformers' num_assistant_tokens
+
+
+class Controller(Protocol):
+    """One round: begin, then go_on and drafted in turn until go_on says no, then observe."""
+
+    @property
+    def name(self) -> str:
+        """The spec that makes this controller."""
+
+    def begin(self, limit: int) -> None:
+        """A new round that may draft at most `limit` tokens; 0 is possible. Forgets a round that was not observed."""
+
+    def go_on(self) -> bool:
+        """Whether to draft one more token."""
+
+    def drafted(self, confidence: float) -> None:
+        """A token was drafted; the head gave it this probability."""
+
+    def observe(self, accepted: int, seconds: float) -> None:
+        """The round is over: so many drafted tokens were kept, and the whole round took so long."""
+
+    def belief(self) -> dict[str, Any]:
+        """What it has learned, ready for JSON."""
+
+
+class FixedController:
+    """Always drafts the same number of tokens: `fixed:K`, and `off` for none."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self._left = 0
+
+    @property
+    def name(self) -> str:
+        return f"fixed:{self.length}" if self.length else "off"
+
+    def begin(self, limit: int) -> None:
+        self._left = min(limit, self.length)
+
+    def go_on(self) -> bool:
+        return self._left > 0
+
+    def drafted(self, confidence: float) -> None:
+        self._left -= 1
+
+    def observe(self, accepted: int, seconds: float) -> None:
+        pass
+
+    def belief(self) -> dict[str, Any]:
+        return {}
+
+
+class ThresholdController:
+    """The rule of transformers' assisted generation: draft until a token's confidence is below 0.4."""
+
+    name = "hf"
+
+    def __init__(self) -> None:
+        self._left = 0
+
+    def begin(self, limit: int) -> None:
+        self._left = min(limit, _HF_LONGEST)
+
+    def go_on(self) -> bool:
+        return self._left > 0
+
+    def drafted(self, confidence: float) -> None:
+        self._left = self._left - 1 if confidence >= _HF_THRESHOLD else 0
+
+    def observe(self, accepted: int, seconds: float) -> None:
+        pass
+
+    def belief(self) -> dict[str, Any]:
+        return {}
+
+
+def make_controller(spec: str, rng_seed: int = 0) -> Controller:
+    """The controller that a user names; EesdError lists the names."""
+    kind, _, number = spec.strip().lower().partition(":")
+    if kind == "fixed" and number.isascii() and number.isdigit() and len(number) <= 4:
+        return FixedController(int(number))
+    if not number and ":" not in spec:
+        if kind == "calibrated":
+            return ThompsonController(kind, CALIBRATED_EDGES, rng_seed)
+        if kind == "beta":
+            return ThompsonController(kind, (), rng_seed)
+        if kind == "hf":
+            return ThresholdController()
+        if kind == "off":
+            return FixedController(0)
+    raise EesdError(f"there is no controller {spec!r}; choose from {', '.join(CONTROLLER_NAMES)} (such as fixed:4)")

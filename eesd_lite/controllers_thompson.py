@@ -1,0 +1,186 @@
+"""Controllers that learn what drafting is worth here: `calibrated` and `beta`.
+
+The paper (EESD, arXiv 2406.03853) gives the ideas: Thompson sampling over a Beta posterior of acceptance (Beta-TS), and
+a model score calibrated by observation (Calibration-TS). Ours, because its equations were not at hand: posteriors per
+level of the head's confidence, the stopping rule on measured whole-round times, forgetting, and the exploration account
+that bounds what a bad head can cost. `beta` is the same with one level. See docs/controller.md.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from typing import Any
+
+from eesd_lite.costs import RoundCosts
+
+# Confidence levels are finer near 1, where a small difference in acceptance decides between 5 tokens and 15.
+CALIBRATED_EDGES = (0.15, 0.3, 0.5, 0.7, 0.85, 0.93, 0.98)
+
+_PRIOR_WEIGHT = 2.0  # in observations: what a level believes before it saw any
+_KEEP = 0.99  # per observation of a level: about the last 100 count
+_KEEP_ALL = 0.98  # the same for the head's honesty over all levels: about the last 50
+_KEEP_OFF = 0.998  # per round without drafting: what was believed when drafting stopped fades, half in 350 rounds
+_MARGINAL_WEIGHT = 8.0  # in observations: how strongly the next level is guessed from all levels, not from the last
+_LEAST_START = 0.03  # tokens that a draft must promise: measured times are not exact enough for less
+_LEAST_MORE = 0.005  # tokens that going on must promise
+_PLAIN_ROUNDS = 2  # measured before the first draft: without them nobody knows what a plain round costs
+_EXPLORE_SHARE = 0.01  # of the time may be lost to drafting against the mean belief ...
+_EXPLORE_GRANT = 4.0  # ... and so many plain rounds at the start, and at most
+_EXPLORE_MOST = 10.0  # so many saved up
+_EXPLORE_EVERY = 32  # rounds from one failed exploration to the next, so that cheap drafts of a bad head stay rare too
+
+
+class ThompsonController:
+    """Draws an acceptance per confidence level each round and drafts while some horizon pays under the draw."""
+
+    def __init__(self, name: str, edges: tuple[float, ...], rng_seed: int = 0) -> None:
+        self.name = name
+        self.costs = RoundCosts()
+        self._edges = edges
+        self._random = random.Random(rng_seed)
+        levels = len(edges) + 1
+        bounds = (0.0, *edges, 1.0)
+        self._middles = [(low + high) / 2 for low, high in zip(bounds, bounds[1:], strict=False)]
+        self._all_kept = self._all_stated = 1.0  # discounted counts: tokens kept, and how many the head promised
+        self._kept = [0.0] * levels  # discounted counts of kept tokens, by level
+        self._lost = [0.0] * levels
+        self._next = [[0.0] * levels for _ in range(levels + 1)]  # by last level, the row `levels` begins a draft
+        self._seen = [1.0] * levels  # discounted counts of levels, whatever came before
+        self._account = 0.0  # seconds that exploration may cost
+        self._path: list[int] = []  # levels of this round's drafted tokens
+        self._reach = 1.0  # probability, under the draw, that all of them are kept
+        self._draw: list[float] = []
+        self._later = 0.0
+        self._cap = 0
+        self._limit = 0
+        self._exploring = False
+        self._waiting = 0  # rounds until exploring is allowed again
+
+    def begin(self, limit: int) -> None:
+        """Fixes the round's draw, curve and rate."""
+        costs = self.costs
+        self._limit = limit
+        self._path = []
+        self._reach = 1.0
+        self._exploring = False
+        enough = costs.seen(0) >= _PLAIN_ROUNDS or costs.longest_seen() > 0
+        # Never more than about twice the longest draft whose time is known: the first rounds should not be the dearest.
+        self._cap = min(limit, 2 * costs.longest_seen() + 1) if enough else 0
+        if self._cap <= 0:
+            return
+        self._rate = costs.throughput()
+        self._curve = costs.curve(limit)
+        draw = self._random.betavariate
+        self._draw = [draw(a, b) for a, b in self._posterior()]
+        self._later = self._mixture(self._seen, self._draw)
+
+    def go_on(self) -> bool:
+        """Whether some horizon pays from here; at the first token, also whether belief or account allow it."""
+        if len(self._path) >= self._cap:
+            return False
+        if self._path:
+            return self._pays(self._reach, self._expected(self._path[-1], self._draw), self._later)
+        start = len(self._draw)
+        wants = self._pays(1.0, self._expected(start, self._draw), self._later)
+        mean = self._mean()
+        if self._pays(1.0, self._expected(start, mean), self._mixture(self._seen, mean)):
+            return wants
+        # The mean belief says that drafting loses time. A draw may disagree, or a probe ask again, on account.
+        price = max(self._curve[1] - self._curve[0], 0.01 * self._curve[0])
+        if self._account < price or self._waiting > 0:
+            return False
+        self._exploring = True
+        if not wants:
+            self._cap = 1
+        return True
+
+    def drafted(self, confidence: float) -> None:
+        """Notes the level of a drafted token."""
+        level = bisect_right(self._edges, confidence)
+        self._path.append(level)
+        self._reach *= self._draw[level]
+
+    def observe(self, accepted: int, seconds: float) -> None:
+        """Learns from a round. Tokens after the first rejected one were never judged, so they teach nothing."""
+        drafted = len(self._path)
+        assert 0 <= accepted <= drafted, (accepted, drafted)
+        costs = self.costs
+        first = costs.longest_seen() < 0
+        costs.observe(drafted, seconds, accepted + 1)
+        row = len(self._kept)
+        for index, level in enumerate(self._path[: accepted + 1]):
+            kept = 1.0 if index < accepted else 0.0
+            self._kept[level] = _KEEP * self._kept[level] + kept
+            self._lost[level] = _KEEP * self._lost[level] + 1.0 - kept
+            for counts in (self._next[row], self._seen):
+                counts[:] = [_KEEP * count for count in counts]
+                counts[level] += 1.0
+            self._all_kept = _KEEP_ALL * self._all_kept + kept
+            self._all_stated = _KEEP_ALL * self._all_stated + self._middles[level]
+            row = level
+        if drafted == 0 and self._limit > 0:
+            self._kept = [_KEEP_OFF * count for count in self._kept]
+            self._lost = [_KEEP_OFF * count for count in self._lost]
+        self._keep_account(drafted, accepted, first=first)
+        self._path = []
+
+    def _keep_account(self, drafted: int, accepted: int, *, first: bool) -> None:
+        """Time adds to what exploration may cost; a round of it takes what it cost more than its tokens were worth."""
+        curve = self.costs.curve(max(drafted, 1))
+        if first:
+            self._account = _EXPLORE_GRANT * curve[0]
+        self._account += _EXPLORE_SHARE * curve[drafted]
+        self._waiting -= 1
+        if self._exploring:
+            self._waiting = 0 if accepted else _EXPLORE_EVERY
+            self._account -= curve[drafted] - curve[0] - accepted / self.costs.throughput()
+        self._account = min(self._account, _EXPLORE_MOST * curve[0])
+
+    def _pays(self, reach: float, coming: float, later: float) -> bool:
+        """The marginal value rule: some horizon's expected tokens exceed what its seconds emit on average."""
+        curve, rate = self._curve, self._rate
+        now = len(self._path)
+        gain = -_LEAST_MORE if now else -_LEAST_START
+        reach *= coming
+        for k in range(now + 1, self._cap + 1):
+            gain += reach
+            if gain > rate * (curve[k] - curve[now]):
+                return True
+            reach *= later
+        return False
+
+    def _expected(self, last: int, acceptance: list[float]) -> float:
+        """Acceptance of a token not drafted yet: its level is unknown, but depends on the last one."""
+        counts = self._next[last]
+        weight = _MARGINAL_WEIGHT / sum(self._seen)
+        return self._mixture([n + weight * s for n, s in zip(counts, self._seen, strict=True)], acceptance)
+
+    @staticmethod
+    def _mixture(weights: list[float], values: list[float]) -> float:
+        return sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
+
+    def _posterior(self) -> list[tuple[float, float]]:
+        """Beta parameters per level. A level without observations believes the head as far as it earned it so far."""
+        honesty = min(1.0, self._all_kept / self._all_stated)
+        return [
+            (_PRIOR_WEIGHT * honesty * middle + kept, _PRIOR_WEIGHT * (1 - honesty * middle) + lost)
+            for middle, kept, lost in zip(self._middles, self._kept, self._lost, strict=True)
+        ]
+
+    def _mean(self) -> list[float]:
+        """Posterior mean of the acceptance per level."""
+        return [a / (a + b) for a, b in self._posterior()]
+
+    def belief(self) -> dict[str, Any]:
+        """Acceptance per confidence level, seconds by draft length, and the throughput, as learned so far."""
+        bounds = (*self._edges, 1.0)
+        levels = zip(bounds, self._mean(), self._kept, self._lost, strict=True)
+        return {
+            "levels": [
+                {"up_to": bound, "acceptance": round(mean, 4), "observations": round(kept + lost, 1)}
+                for bound, mean, kept, lost in levels
+            ],
+            "round_seconds": [round(s, 6) for s in self.costs.curve(16)[: self.costs.longest_seen() + 1]],
+            "tokens_per_second": round(self.costs.throughput(), 3),
+        }

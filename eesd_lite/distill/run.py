@@ -1,0 +1,236 @@
+"""`eesd train`: text, hidden states, closed-form start, training, head files, report.
+
+Every stage leaves its result on disk (states/, checkpoint-exitNN.pt, exit-NN.safetensors), so a killed run is
+continued by the same call. Under `accelerate launch` the main process writes the states and all processes train; on
+several machines the output folder must be a shared one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
+
+from eesd_lite.config import ModelConfig
+from eesd_lite.distill import texts
+from eesd_lite.distill.report import Quality
+from eesd_lite.distill.ridge import TargetParts, instant_head
+from eesd_lite.distill.state_cache import StateCache, cache_bytes
+from eesd_lite.distill.train import HeadTrainer, TrainResult, TrainSettings
+from eesd_lite.errors import PrepareError
+from eesd_lite.head_file import HeadShape, folder_fingerprint, save_head
+from eesd_lite.progress import Progress, no_progress
+from eesd_lite.rope import rope_tables
+
+_LONGEST = 1024  # tokens of one of the user's samples; longer ones are cut
+
+
+@dataclass(frozen=True)
+class TrainRequest:
+    """What to train. `cache` uses an existing state cache; `data` a JSON lines file; neither: self-written text."""
+
+    model: str
+    exit_layers: tuple[int, ...]
+    out: Path
+    tokens: int = 1_000_000
+    data: Path | None = None
+    samples: int | None = None
+    cache: Path | None = None
+    instant: bool = False
+    seed: int = 0
+    settings: TrainSettings = field(default_factory=TrainSettings)
+
+
+@dataclass(frozen=True)
+class HeadReport:
+    """One line of the report. `start` is the closed form, `quality` the head as saved."""
+
+    exit_layer: int
+    path: Path
+    variant: str
+    start: Quality
+    quality: Quality
+    tokens: int
+    minutes: float
+    skipped: int
+
+
+def head_name(exit_layer: int) -> str:
+    return f"exit-{exit_layer:02d}.safetensors"
+
+
+def train_heads(request: TrainRequest, progress: Progress = no_progress) -> list[HeadReport]:
+    """Run or continue a whole training; returns one report per exit layer, in the order asked for."""
+    from eesd_lite.prepare import resolve_model
+
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(),
+        mixed_precision="no",
+        # Processes that wait for the main one to write the states may wait for hours.
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=2))],
+    )
+    folder = resolve_model(request.model, progress).folder
+    config = ModelConfig.from_folder(folder)
+    check_exit_layers(request.exit_layers, config)
+    cache_folder = request.cache or Path(request.out) / "states"
+    if accelerator.is_main_process and request.cache is None:
+        write_states(request, folder, config, cache_folder, progress)
+    accelerator.wait_for_everyone()
+    cache = StateCache(cache_folder)
+    fingerprint = folder_fingerprint(folder, config)
+    if cache.meta.fingerprint != fingerprint:
+        raise PrepareError(f"{cache_folder}: states of another model; delete the folder or give another --out")
+    parts = target_parts(folder, config, request.exit_layers, longest=int(cache.lengths.max()))
+    reports = []
+    for exit_layer in request.exit_layers:
+        report = _one_head(request, exit_layer, cache, parts, config, accelerator, progress)
+        reports.append(report)
+    if accelerator.is_main_process:
+        _write_report(Path(request.out), reports)
+    return reports
+
+
+def check_exit_layers(exit_layers: Sequence[int], config: ModelConfig) -> None:
+    if not exit_layers or len(set(exit_layers)) != len(exit_layers):
+        raise PrepareError(f"exit layers {list(exit_layers)}: name at least one, each once")
+    for exit_layer in exit_layers:
+        if not 0 < exit_layer < config.num_hidden_layers:
+            raise PrepareError(f"exit layer {exit_layer} is not possible; this model allows 1 to {config.num_hidden_layers - 1}")
+
+
+def write_states(
+    request: TrainRequest, folder: Path, config: ModelConfig, out: Path, progress: Progress = no_progress
+) -> None:
+    """The text and its hidden states, unless they are there already."""
+    from eesd_lite.home import require_free
+
+    wanted = request.tokens
+    if (out / "meta.json").exists():
+        have = StateCache(out).meta
+        if (request.data is not None and have.tokens) or have.tokens >= wanted:
+            return
+        wanted -= have.tokens
+    out.mkdir(parents=True, exist_ok=True)
+    size = cache_bytes(
+        tokens=wanted, sequences=wanted // 256, hidden_size=config.hidden_size, exits=len(request.exit_layers)
+    )
+    require_free(out, size, "hidden states for training")
+    if request.data is None:
+        from eesd_lite.distill.generate import generate_cache
+
+        generate_cache(
+            folder, out, exit_layers=request.exit_layers, tokens=request.tokens, seed=request.seed, progress=progress
+        )
+        return
+    from eesd_lite.distill.teacher import cache_texts
+    from eesd_lite.text import TextCodec
+
+    samples = texts.read_samples(request.data, samples=request.samples)
+    sequences = texts.tokenize(
+        samples,
+        TextCodec.from_folder(folder),
+        longest=min(_LONGEST, config.max_position_embeddings),
+        max_tokens=request.tokens,
+        progress=progress,
+    )
+    cache_texts(folder, out, sequences, exit_layers=request.exit_layers, progress=progress)
+
+
+def target_parts(folder: Path, config: ModelConfig, exit_layers: Sequence[int], *, longest: int) -> TargetParts:
+    """The few dense tensors of the target that training touches."""
+    from eesd_lite.distill.teacher import DenseTarget
+
+    target = DenseTarget(folder, context=longest, dtype=torch.float32, layer_budget=0)
+    layers = {}
+    for exit_layer in exit_layers:
+        layer = target.layer(exit_layer)
+        layers[exit_layer] = {
+            "input_layernorm.weight": layer.input_layernorm,
+            "self_attn.q_proj.weight": layer.q_proj,
+            "self_attn.k_proj.weight": layer.k_proj,
+            "self_attn.v_proj.weight": layer.v_proj,
+            "self_attn.o_proj.weight": layer.o_proj,
+            "post_attention_layernorm.weight": layer.post_attention_layernorm,
+            "mlp.gate_proj.weight": layer.gate_proj,
+            "mlp.up_proj.weight": layer.up_proj,
+            "mlp.down_proj.weight": layer.down_proj,
+        }
+    return TargetParts(
+        shape=HeadShape.from_config(config),
+        rms_norm_eps=config.rms_norm_eps,
+        rope=rope_tables(config, longest),
+        layers=layers,
+        norm=target.norm,
+        lm_head=target.lm_head,
+    )
+
+
+def _one_head(
+    request: TrainRequest,
+    exit_layer: int,
+    cache: StateCache,
+    parts: TargetParts,
+    config: ModelConfig,
+    accelerator: Accelerator,
+    progress: Progress,
+) -> HeadReport:
+    settings = request.settings
+    begun = time.monotonic()
+    start = instant_head(cache, exit_layer, parts, compute=getattr(torch, settings.compute), progress=progress)
+    result: TrainResult | None = None
+    if not request.instant:
+        trainer = HeadTrainer(
+            cache,
+            exit_layer,
+            parts,
+            start=start.tensors,
+            out=Path(request.out),
+            settings=settings,
+            accelerator=accelerator,
+            progress=progress,
+        )
+        result = trainer.run()
+    path = Path(request.out) / head_name(exit_layer)
+    report = HeadReport(
+        exit_layer=exit_layer,
+        path=path,
+        variant=start.variant,
+        start=start.quality,
+        quality=result.quality if result else start.quality,
+        tokens=result.tokens if result else 0,
+        minutes=round(result.minutes if result else (time.monotonic() - begun) / 60, 2),
+        skipped=result.skipped if result else 0,
+    )
+    if accelerator.is_main_process:
+        summary = {
+            "text_tokens": cache.meta.tokens,
+            "tokens": report.tokens,
+            "minutes": report.minutes,
+            "agreement": round(report.quality.agreement, 4),
+            "overlap": round(report.quality.overlap, 4),
+            "closed_form": start.variant,
+            "trained": result is not None,
+        }
+        save_head(
+            path,
+            result.tensors if result else start.tensors,
+            config=config,
+            exit_layer=exit_layer,
+            fingerprint=cache.meta.fingerprint,
+            summary=summary,
+        )
+    return report
+
+
+def _write_report(out: Path, reports: Sequence[HeadReport]) -> None:
+    temporary = out / "report.json.tmp"
+    temporary.write_text(json.dumps([asdict(r) | {"path": str(r.path)} for r in reports], indent=1))
+    os.replace(temporary, out / "report.json")

@@ -1,0 +1,290 @@
+"""The engine: one target, one conversation's cache, and `generate`, which every front end calls.
+
+Follow one token from `generate` downward: prefill, then rounds of draft, verify, accept, crop (`eesd_lite.speculative`),
+then `Emitter`. After every round, and however a generation ends, the cache is what a fresh prefill of the visible
+tokens would give. One sequence at a time; an engine belongs to one thread at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from eesd_lite.cache import Rows
+from eesd_lite.config import ModelConfig
+from eesd_lite.controller import make_controller
+from eesd_lite.emitter import Emitter, TokenEvent
+from eesd_lite.errors import EesdError, PromptError
+from eesd_lite.exit_head import ExitHead
+from eesd_lite.loader import (
+    LoadOptions,
+    check_tensors,
+    choose_kernels,
+    default_context,
+    load_head,
+    load_target,
+    model_label,
+    plan_for,
+)
+from eesd_lite.head_choice import choose_head
+from eesd_lite.packed_store import open_store
+from eesd_lite.params import SamplingParams
+from eesd_lite.placement import Plan
+from eesd_lite.prepare import resolve_model
+from eesd_lite.progress import Progress, no_progress
+from eesd_lite.sampling import Sampler
+from eesd_lite.speculative import Drafter, HeadDrafter, accept, crop, draft, verify
+from eesd_lite.stats import Stats
+from eesd_lite.streamer import Reader
+from eesd_lite.target import Target
+from eesd_lite.text import TextCodec
+from eesd_lite.units import parse_size
+from quant.checkpoint import Checkpoint
+
+DrafterFactory = Callable[[Target, Sampler], Drafter]
+
+
+class Engine:
+    """Use `Engine.from_pretrained`. `stats` counts since the engine was made; `plan` says what lies where."""
+
+    def __init__(
+        self,
+        target: Target,
+        text: TextCodec,
+        plan: Plan,
+        *,
+        head: ExitHead | None,
+        controller: str,
+        draft_limit: int,
+        name: str,
+        notices: Sequence[str] = (),
+    ) -> None:
+        self.target, self.text, self.plan, self.head = target, text, plan, head
+        self.config: ModelConfig = target.config
+        self.name = name
+        self.notices = tuple(notices)
+        self.stats = Stats()
+        self.draft_limit = draft_limit
+        self.drafter_factory: DrafterFactory | None = None
+        if head is not None:
+            self.drafter_factory = lambda target, sampler: HeadDrafter(head, target, sampler)
+        self.clock = time.perf_counter
+        self._cached: list[int] = []  # tokens whose keys and values every cache holds
+        self._closed = False
+        self.set_controller(controller)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path,
+        *,
+        device: str = "cpu",
+        device_memory: str | int | None = None,
+        resident_layers: int | None = None,
+        exit_layer: int | None = None,
+        head: str | Path | None = None,
+        force_head: bool = False,
+        controller: str = "calibrated",
+        context: int | None = None,
+        threads: int | None = None,
+        dtype: str = "bfloat16",
+        throttle: float | None = None,
+        draft_limit: int = 16,
+        template: str | None = None,
+        reader: Reader | None = None,
+        progress: Progress = no_progress,
+    ) -> Engine:
+        """Load `model`: a recipe's name, a folder, or a Hub id.
+
+        `device_memory` (such as "8GiB") bounds everything the engine allocates; `resident_layers` fixes the split by
+        hand. `head` is a file, "off", "instant" or "random"; None takes the one that belongs to the model.
+        `throttle` slows reading to so many bytes per second (simulated links). Raises one of `errors.USER_ERRORS`.
+        """
+        make_controller(controller)  # a misspelt name fails before minutes of loading
+        if not 1 <= draft_limit <= 64:
+            raise EesdError(f"draft_limit must be from 1 to 64, not {draft_limit}")
+        if threads is not None:
+            if threads < 1:
+                raise EesdError(f"threads must be at least 1, not {threads}")
+            torch.set_num_threads(threads)
+        source = resolve_model(model, progress)
+        config = ModelConfig.from_folder(source.folder)
+        options = LoadOptions(
+            device=device, dtype=dtype, device_memory=None if device_memory is None else parse_size(device_memory),
+            resident_layers=resident_layers, context=default_context(config, context), draft_limit=draft_limit,
+            threads=threads, throttle=throttle,
+        )  # fmt: skip
+        ops, kernels = choose_kernels(options, progress)
+        checkpoint = Checkpoint(source.folder)
+        check_tensors(checkpoint, config)
+        text = TextCodec.from_folder(source.folder, template=template)
+        store = open_store(checkpoint, config, kernels, progress)
+        chosen = choose_head(source, config, head, exit_layer, force=force_head, progress=progress)
+        plan = plan_for(checkpoint, config, store, options, chosen.exit_layer)
+        target = load_target(checkpoint, config, store, plan, options, ops, kernels, reader, progress)
+        bound = None
+        if plan.exit_layer is not None and chosen.head is not None:
+            bound = load_head(target, chosen.head, kernels)
+        return cls(
+            target, text, plan, head=bound, controller=controller, draft_limit=draft_limit,
+            name=model_label(source.folder, source.name), notices=(*chosen.notices, *plan.notes),
+        )  # fmt: skip
+
+    def set_controller(self, spec: str) -> None:
+        """Decide anew how much is drafted; forgets what was learned and, since `off` keeps no head cache, the prefix."""
+        self.controller_spec = spec
+        self.controller = make_controller(spec)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the cached prefix."""
+        self._cached = []
+
+    def close(self) -> None:
+        """Stop background reading and close files. The engine cannot generate afterwards."""
+        self._closed = True
+        self.target.bank.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def cached_ids(self) -> tuple[int, ...]:
+        """The tokens that the next prompt may share without being read again."""
+        return tuple(self._cached)
+
+    def generate(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Iterator[TokenEvent]:
+        """Yield events for up to `params.max_new_tokens` tokens after `prompt` (text or ids).
+
+        The longest prefix that the cache holds is not read again. Closing the iterator early, Ctrl-C included, leaves
+        the cache at what was emitted. Raises PromptError before anything runs, StreamError when reading fails.
+        """
+        params = params if params is not None else SamplingParams()
+        ids = self._check(prompt)
+        return self._run(ids, params)
+
+    def _check(self, prompt: str | Sequence[int]) -> list[int]:
+        if self._closed:
+            raise EesdError("the engine is closed")
+        if not isinstance(prompt, str) and any(not isinstance(token, int) for token in prompt):
+            raise PromptError("one prompt at a time: a text or a list of token ids (batches are not supported)")
+        ids = self.text.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise PromptError("the prompt is empty")
+        wrong = next((token for token in ids if not 0 <= token < self.config.vocab_size), None)
+        if wrong is not None:
+            raise PromptError(f"token id {wrong} is outside the model's vocabulary of {self.config.vocab_size}")
+        if len(ids) >= self.plan.context:
+            raise PromptError(
+                f"the prompt has {len(ids)} tokens and the context holds {self.plan.context}; "
+                "shorten it or load the model with a larger --context"
+            )
+        return ids
+
+    def _run(self, ids: list[int], params: SamplingParams) -> Iterator[TokenEvent]:
+        vocab_limit = self.text.vocab_size if self.text.vocab_size > 0 else None
+        sampler = Sampler(params, self.config.vocab_size, vocab_limit)
+        emitter = Emitter(params, self.text.eos_token_ids, self.text.stream())
+        drafter = self._drafter(sampler)
+        stats, produced = self.stats, 0
+        emitted_before = 0
+        try:
+            visible = list(ids)
+            visible.append(self._prefill(ids, sampler, drafter))
+            produced = 1
+            yield from self._emit(emitter, visible[-1], False)
+            while not emitter.finished:
+                room = min(params.max_new_tokens - produced, self.plan.context - len(visible))
+                if room <= 0:
+                    reason = "length" if params.max_new_tokens <= produced else "context"
+                    yield from emitter.finish(reason)
+                    break
+                tokens = self._round(visible, sampler, drafter, limit=min(self.draft_limit, room - 1))
+                visible += tokens
+                produced += len(tokens)
+                for place, token in enumerate(tokens):
+                    if not emitter.finished:
+                        yield from self._emit(emitter, token, place < len(tokens) - 1)
+        finally:
+            stats.emitted += len(emitter.emitted_ids) - emitted_before
+            stats.prefill_emitted += min(1, len(emitter.emitted_ids))
+            stats.cut += max(produced - 1, 0) - max(len(emitter.emitted_ids) - 1, 0)
+            self._cached = self._cached[: len(ids) + len(emitter.emitted_ids)]
+            self.target.bank.abandon()
+
+    def _emit(self, emitter: Emitter, token: int, drafted: bool) -> Iterator[TokenEvent]:
+        yield from emitter.push(token, drafted)
+
+    def _drafter(self, sampler: Sampler) -> Drafter | None:
+        if self.drafter_factory is None or self.controller_spec == "off":
+            return None
+        return self.drafter_factory(self.target, sampler)
+
+    def _choose(self, sampler: Sampler) -> Callable[[Tensor, int, Sequence[int]], int]:
+        """The target's rule: a function of logits, position and the ids before it."""
+        return lambda logits, position, history: sampler.choose(logits, position, history).token_id
+
+    @torch.inference_mode()
+    def _prefill(self, ids: list[int], sampler: Sampler, drafter: Drafter | None) -> int:
+        """Pass the part of the prompt that the cache lacks through all layers, in one sweep; the first new token."""
+        started = self.clock()
+        target, stats = self.target, self.stats
+        shared = 0
+        while shared < min(len(self._cached), len(ids) - 1) and self._cached[shared] == ids[shared]:
+            shared += 1
+        self._cached = ids[:shared]
+        rows = Rows.chain(shared, len(ids) - shared, target.device)
+        before = target.bank.streamed_bytes
+        hidden = target.lower(target.embed(ids[shared:]), rows)
+        if drafter is not None:
+            # The last token is left out: the first round proposes from it.
+            keep_prefix(drafter, hidden, rows)
+        hidden = target.upper(hidden, rows)
+        logits = target.logits(hidden[-1:].contiguous())[0]
+        token = self._choose(sampler)(logits, len(ids), ids)
+        self._cached = list(ids)
+        stats.prompt_tokens += len(ids)
+        stats.prefilled_tokens += len(ids) - shared
+        stats.prefill_offloaded_bytes += target.bank.streamed_bytes - before
+        stats.sweeps += 1 if self.plan.sweep_bytes else 0
+        stats.prefill_seconds += self.clock() - started
+        return token
+
+    @torch.inference_mode()
+    def _round(self, visible: list[int], sampler: Sampler, drafter: Drafter | None, *, limit: int) -> list[int]:
+        """One round on the visible tokens, the last of which no layer has seen yet; the tokens that it adds."""
+        started = self.clock()
+        target, stats, bank = self.target, self.stats, self.target.bank
+        start_bytes = bank.streamed_bytes
+        drafted = draft(
+            target, drafter, self.controller, visible=visible, limit=limit, stop_ids=self.text.eos_token_ids
+        )
+        draft_bytes = bank.streamed_bytes
+        logits = verify(target, drafted)
+        accepted = accept(drafted.tree, logits, self._choose(sampler), visible)
+        crop(target, drafter, drafted, accepted)
+        self._cached = [*visible, *accepted.tokens[:-1]]
+        seconds = self.clock() - started
+        self.controller.observe(len(accepted.nodes), seconds)
+        stats.count_round(drafted=len(drafted.tree) - 1, accepted=len(accepted.nodes))
+        stats.draft_forwards += len(drafted.proposed_from)
+        stats.target_rows += len(drafted.tree)
+        stats.draft_offloaded_bytes += draft_bytes - start_bytes
+        stats.verify_offloaded_bytes += bank.streamed_bytes - draft_bytes
+        stats.sweeps += 1 if self.plan.sweep_bytes else 0
+        stats.decode_seconds += seconds
+        return list(accepted.tokens)
+
+
+def keep_prefix(drafter: Drafter, hidden: Tensor, rows: Rows, chunk: int = 128) -> None:
+    """Hand the states of a prompt to the drafter in bounded pieces."""
+    for first in range(0, len(rows), chunk):
+        last = min(first + chunk, len(rows))
+        drafter.keep(hidden[first:last], rows.slice(first, last))

@@ -1,0 +1,114 @@
+"""Which exit head an engine uses: given by file, shipped with a recipe, beside the model, made on the spot, or none.
+
+The fingerprint of the target is compared unless forced. No head is no error: plain decoding with a notice that says how
+to get one. Used by `Engine.from_pretrained`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from eesd_lite.config import ModelConfig
+from eesd_lite.errors import HeadError
+from eesd_lite.head_file import HeadShape, HeadTensors, folder_fingerprint, load_head, read_exit_layer
+from eesd_lite.home import home
+from eesd_lite.prepare import ModelSource
+from eesd_lite.progress import Progress
+
+HEADS_FOLDER = "eesd_heads"  # beside the weights of a model folder
+
+
+@dataclass(frozen=True)
+class ChosenHead:
+    """`head` None: plain decoding."""
+
+    exit_layer: int | None
+    head: HeadTensors | None
+    notices: tuple[str, ...] = ()
+
+
+def available_heads(source: ModelSource) -> dict[int, Path]:
+    """Heads that belong to a model, by exit layer: shipped ones, then those made here, then those in its folder."""
+    found: dict[int, Path] = {}
+    if source.recipe is not None:
+        for shipped in source.recipe.heads:
+            path = source.recipe.head(shipped.exit_layer)
+            if path is not None:
+                found[shipped.exit_layer] = path
+    for folder in (home() / "heads" / source.name.replace("/", "--"), source.folder / HEADS_FOLDER):
+        for path in sorted(folder.glob("*.safetensors")) if folder.is_dir() else []:
+            exit_layer = read_exit_layer(path)
+            if exit_layer is not None:
+                found[exit_layer] = path
+    return found
+
+
+def choose_head(
+    source: ModelSource, config: ModelConfig, head: str | Path | None, exit_layer: int | None, *, force: bool, progress: Progress
+) -> ChosenHead:
+    """The head for these wishes. Raises HeadError for a wish that cannot be met."""
+    if head == "off":
+        return ChosenHead(None, None)
+    if head == "random":
+        layer = exit_layer if exit_layer is not None else default_exit_layer(source, config)
+        return ChosenHead(layer, random_head(config, layer))
+    if head == "instant":
+        from eesd_lite.distill.run import instant_head  # pulls in the trainer
+
+        layer = exit_layer if exit_layer is not None else default_exit_layer(source, config)
+        head = instant_head(source, layer, progress)
+    if head is not None:
+        path = Path(head)
+        if not path.exists():
+            raise HeadError(f"{path}: no such head file; --head takes a file, off, instant or random")
+        loaded = load_head(path, config, _fingerprint(source, config), force=force)
+        if exit_layer is not None and exit_layer != loaded.exit_layer:
+            raise HeadError(f"{path}: made for exit layer {loaded.exit_layer}, but {exit_layer} was asked for")
+        return ChosenHead(loaded.exit_layer, loaded)
+    return _belonging_head(source, config, exit_layer, force)
+
+
+def _belonging_head(source: ModelSource, config: ModelConfig, exit_layer: int | None, force: bool) -> ChosenHead:
+    heads = available_heads(source)
+    if not heads:
+        notice = (
+            "no exit head for this model: decoding plainly; "
+            "--head instant makes one in about a minute, eesd train makes a better one"
+        )
+        if exit_layer is not None:
+            raise HeadError(f"{source.name}: no exit head at all, so none for layer {exit_layer}; see eesd train")
+        return ChosenHead(None, None, (notice,))
+    if exit_layer is None:
+        default = source.recipe.default_exit_layer if source.recipe is not None else None
+        exit_layer = default if default in heads else max(heads)
+    if exit_layer not in heads:
+        known = ", ".join(str(layer) for layer in sorted(heads))
+        raise HeadError(f"{source.name}: no head for exit layer {exit_layer}; there are heads for {known}")
+    return ChosenHead(exit_layer, load_head(heads[exit_layer], config, _fingerprint(source, config), force=force))
+
+
+def _fingerprint(source: ModelSource, config: ModelConfig) -> str:
+    return folder_fingerprint(source.folder, config)
+
+
+def default_exit_layer(source: ModelSource, config: ModelConfig) -> int:
+    """A third of the depth where no recipe says better."""
+    if source.recipe is not None:
+        return source.recipe.default_exit_layer
+    return max(1, config.num_hidden_layers // 3)
+
+
+def random_head(config: ModelConfig, exit_layer: int) -> HeadTensors:
+    """A head that knows nothing: what the controller must survive (tests and `eesd bench --head random`)."""
+    if not 0 < exit_layer < config.num_hidden_layers:
+        raise HeadError(f"exit layer {exit_layer}: the model allows 1 to {config.num_hidden_layers - 1}")
+    generator = torch.Generator().manual_seed(0)
+    shape = HeadShape.from_config(config)
+    tensors = {
+        name: torch.ones(size) if name.endswith("norm.weight") else torch.randn(size, generator=generator) * 0.02
+        for name, size in shape.tensor_shapes().items()
+    }
+    return HeadTensors(exit_layer, shape, tensors, "", {}, {})

@@ -1,0 +1,246 @@
+"""Exit head files: safetensors with only the head's own tensors in bfloat16, and metadata that says whose head it is.
+
+The fingerprint covers the tensors that quantization leaves alone (embeddings, norms), so that a head stays valid for
+anyone's quantization of the same model. A head of other shapes is always refused; one of another target unless forced,
+because a wrong head can only cost speed. Written by `distill`, read by the engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from eesd_lite.config import ModelConfig
+from eesd_lite.errors import HeadError
+
+FORMAT = "eesd-head-1"
+_SHAPE_KEYS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """What fixes a head's tensors: the target's layer shape."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+
+    @classmethod
+    def from_config(cls, config: ModelConfig) -> HeadShape:
+        return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        hidden, inner = self.hidden_size, self.intermediate_size
+        heads, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        return {
+            "layer.input_layernorm.weight": (hidden,),
+            "layer.self_attn.q_proj.weight": (heads, hidden),
+            "layer.self_attn.k_proj.weight": (kv, hidden),
+            "layer.self_attn.v_proj.weight": (kv, hidden),
+            "layer.self_attn.o_proj.weight": (hidden, heads),
+            "layer.post_attention_layernorm.weight": (hidden,),
+            "layer.mlp.gate_proj.weight": (inner, hidden),
+            "layer.mlp.up_proj.weight": (inner, hidden),
+            "layer.mlp.down_proj.weight": (hidden, inner),
+            "affine.weight": (hidden, hidden),
+            "affine.bias": (hidden,),
+            "norm.weight": (hidden,),
+        }
+
+    def parameter_count(self) -> int:
+        return sum(torch.Size(shape).numel() for shape in self.tensor_shapes().values())
+
+
+@dataclass(frozen=True)
+class HeadTensors:
+    """A loaded head. `metadata` is the file's own, `summary` its decoded training summary."""
+
+    exit_layer: int
+    shape: HeadShape
+    tensors: dict[str, Tensor]
+    fingerprint: str
+    summary: dict[str, object]
+    metadata: dict[str, str]
+
+
+def layer_names() -> tuple[str, ...]:
+    """The names of a decoder layer's own tensors, without the `layer.` prefix of the head file."""
+    names = HeadShape(1, 1, 1, 1, 1).tensor_shapes()
+    return tuple(name.removeprefix("layer.") for name in names if name.startswith("layer."))
+
+
+def fingerprint_names(num_hidden_layers: int) -> list[str]:
+    """The tensors that quantization leaves alone, in the order in which they are hashed."""
+    names = ["model.embed_tokens.weight"]
+    for layer in range(num_hidden_layers):
+        names.append(f"model.layers.{layer}.input_layernorm.weight")
+        names.append(f"model.layers.{layer}.post_attention_layernorm.weight")
+    return [*names, "model.norm.weight"]
+
+
+def target_fingerprint(config: ModelConfig, tensors: Mapping[str, Tensor]) -> str:
+    """sha256 over config shape keys and the unquantized tensors as little-endian float16, whatever their dtype."""
+    digest = hashlib.sha256(json.dumps({key: getattr(config, key) for key in _SHAPE_KEYS}).encode())
+    for name in fingerprint_names(config.num_hidden_layers):
+        digest.update(name.encode())
+        for rows in tensors[name].detach().split(4096):  # an embedding table is hashed without a second copy of it
+            digest.update(rows.to(torch.float32).to(torch.float16).contiguous().cpu().numpy().astype("<f2").tobytes())
+    return digest.hexdigest()
+
+
+class _FolderTensors(Mapping[str, Tensor]):
+    """One tensor at a time out of a folder's safetensors files."""
+
+    def __init__(self, folder: Path) -> None:
+        self._where: dict[str, Path] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                self._where.update(dict.fromkeys(file.keys(), path))
+
+    def __getitem__(self, name: str) -> Tensor:
+        with safe_open(self._where[name], framework="pt") as file:
+            return file.get_tensor(name)
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(self._where)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+
+def folder_fingerprint(folder: Path, config: ModelConfig) -> str:
+    """The fingerprint of a model folder (16-bit or quantized: the same model gives the same value)."""
+    try:
+        return target_fingerprint(config, _FolderTensors(Path(folder)))
+    except KeyError as error:
+        raise HeadError(f"{folder}: no tensor {error.args[0]}, so its heads cannot be matched") from None
+    except SafetensorError as error:
+        raise HeadError(f"{folder}: a safetensors file cannot be read ({error}); fetch the model again") from None
+
+
+def save_head(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    config: ModelConfig,
+    exit_layer: int,
+    fingerprint: str,
+    summary: Mapping[str, object],
+) -> None:
+    """Write a head atomically. `summary` is free-form JSON: tokens, minutes, agreement."""
+    shape = HeadShape.from_config(config)
+    _check_exit(str(path), exit_layer, config)
+    _check_shapes(str(path), {name: tuple(t.shape) for name, t in tensors.items()}, shape)
+    scaling = config.rope_scaling
+    metadata = {
+        "format": FORMAT,
+        "exit_layer": str(exit_layer),
+        "fingerprint": fingerprint,
+        "config": json.dumps({key: getattr(config, key) for key in _SHAPE_KEYS}),
+        "rms_norm_eps": repr(config.rms_norm_eps),
+        "rope": json.dumps({"rope_theta": config.rope_theta, "rope_scaling": _plain(scaling)}),
+        "summary": json.dumps(dict(summary)),
+    }
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        ready = {name: tensors[name].detach().to("cpu", torch.bfloat16).contiguous() for name in shape.tensor_shapes()}
+        save_file(ready, str(temporary), metadata=metadata)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_head(path: Path, config: ModelConfig, fingerprint: str | None = None, force: bool = False) -> HeadTensors:
+    """Read and validate a head for the target that `config` describes.
+
+    `fingerprint` None skips that comparison; `force` overrides a mismatch. Shapes are never negotiable.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise HeadError(f"{path}: no such head file; `eesd train` makes one, or use --head off")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            _check_format(path, metadata)
+            exit_layer = int(metadata["exit_layer"])
+            _check_exit(str(path), exit_layer, config)
+            shape = HeadShape.from_config(config)
+            _check_shapes(str(path), {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}, shape)
+            theirs = metadata["fingerprint"]
+            if fingerprint is not None and theirs != fingerprint and not force:
+                raise HeadError(
+                    f"{path}: made for another target (fingerprint {theirs[:12]}, this model is {fingerprint[:12]}); "
+                    "train one for this model, or force it (it can only cost speed)"
+                )
+            tensors = {name: file.get_tensor(name).to(torch.bfloat16) for name in shape.tensor_shapes()}
+            summary = json.loads(metadata.get("summary", "{}"))
+    except SafetensorError as error:
+        raise HeadError(f"{path}: not a head file, or truncated ({error}); copy or train it again") from None
+    except (KeyError, ValueError) as error:
+        raise HeadError(f"{path}: damaged head metadata ({error}); copy or train it again") from None
+    return HeadTensors(exit_layer, shape, tensors, theirs, summary, dict(metadata))
+
+
+def read_exit_layer(path: Path) -> int | None:
+    """The exit layer a file is for, or None when it is no head file (used to list heads without loading them)."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+        return int(metadata["exit_layer"]) if metadata.get("format") == FORMAT else None
+    except (OSError, SafetensorError, KeyError, ValueError):
+        return None
+
+
+def _check_format(path: Path, metadata: Mapping[str, str]) -> None:
+    if "format" not in metadata or not metadata["format"].startswith("eesd-head-"):
+        raise HeadError(f"{path}: not a head file (no eesd-head format in its metadata)")
+    if metadata["format"] != FORMAT:
+        raise HeadError(f"{path}: head format {metadata['format']}, this version reads {FORMAT}; train it again")
+
+
+def _check_exit(where: str, exit_layer: int, config: ModelConfig) -> None:
+    if not 0 < exit_layer < config.num_hidden_layers:
+        raise HeadError(f"{where}: exit layer {exit_layer}, the model allows 1 to {config.num_hidden_layers - 1}")
+
+
+def _check_shapes(where: str, found: Mapping[str, tuple[int, ...]], shape: HeadShape) -> None:
+    wanted = shape.tensor_shapes()
+    for name, size in wanted.items():
+        if name not in found:
+            raise HeadError(f"{where}: tensor {name} is missing; copy or train the head again")
+        if tuple(found[name]) != size:
+            raise HeadError(
+                f"{where}: {name} has shape {list(found[name])}, this model needs {list(size)}; it is a head for another"
+                " model"
+            )
+    extra = sorted(set(found) - set(wanted))
+    if extra:
+        raise HeadError(f"{where}: unknown tensor {extra[0]} ({len(extra)} in all); not a head of this format")
+
+
+def _plain(value: object) -> object:
+    """A dataclass (or None) as JSON-ready data."""
+    if value is None or isinstance(value, (dict, str, int, float)):
+        return value
+    return {field.name: getattr(value, field.name) for field in fields(value)}  # type: ignore[arg-type]

@@ -1,0 +1,214 @@
+"""Building an engine's parts: choose kernels, plan, allocate exactly what was planned, read the resident layers.
+
+Tensors are read one at a time and resident layers come from the packed store, so memory while loading is the plan plus
+one layer. Called once by `Engine.from_pretrained`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from eesd_lite.blob_reader import BlobReader
+from eesd_lite.cache import KVCache, kv_bytes_per_token
+from eesd_lite.config import ModelConfig
+from eesd_lite.cpu_ops import FusedCpuOps
+from eesd_lite.errors import EesdError, HeadError, ModelError
+from eesd_lite.exit_head import ExitHead, head_bytes
+from eesd_lite.head_file import HeadTensors
+from eesd_lite.layer_blob import BlobLayout, page_buffer
+from eesd_lite.ops import Ops, TorchOps
+from eesd_lite.packed_store import PackedStore
+from eesd_lite.packing import KernelSet
+from eesd_lite.placement import Plan, PlanRequest, make_plan
+from eesd_lite.progress import Progress, no_progress
+from eesd_lite.rope import rope_tables
+from eesd_lite.streamer import HostSlot, LayerBank, LayerStreamer, Reader, Slot
+from eesd_lite.target import PREFILL_CHUNK, Target
+from eesd_lite.transformer import DecoderLayer
+from quant.checkpoint import Checkpoint
+from quant.kernels import DenseKernel, Int4CpuKernel, Int4CudaKernel
+
+RING_SLOTS = 3
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head"
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What `Engine.from_pretrained` was asked for, in bytes and integers."""
+
+    device: str
+    dtype: str
+    device_memory: int | None
+    resident_layers: int | None
+    context: int
+    draft_limit: int
+    threads: int | None
+    throttle: float | None
+
+
+def choose_kernels(options: LoadOptions, progress: Progress = no_progress) -> tuple[Ops, KernelSet]:
+    """Operations and kernels for device and dtype; the choice is part of what makes ids reproducible."""
+    if options.dtype not in DTYPES:
+        raise EesdError(f"dtype must be bfloat16 or float32, not '{options.dtype}'")
+    device, dtype = torch.device(options.device), DTYPES[options.dtype]
+    if device.type not in ("cpu", "cuda"):
+        raise EesdError(f"device must be cpu or cuda, not '{options.device}'")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise EesdError("device cuda was asked for, but torch sees no CUDA device; use --device cpu")
+    ops: Ops = TorchOps(dtype)
+    if FusedCpuOps.supported(device, dtype) is None:
+        FusedCpuOps.warm_up(progress)
+        ops = FusedCpuOps(threads=torch.get_num_threads())
+    dense = DenseKernel(ops.dense, dtype)
+    if dtype == torch.float32:
+        return ops, KernelSet(None, dense)
+    if device.type == "cuda":
+        capable = torch.cuda.get_device_capability(device) >= (8, 0)
+        return ops, KernelSet(Int4CudaKernel() if capable else None, dense)
+    return ops, KernelSet(Int4CpuKernel(), dense)
+
+
+def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """The tensors outside the layers exist and have the shapes that config.json promises."""
+    for name, shape in ((EMBEDDING, (config.vocab_size, config.hidden_size)), (FINAL_NORM, (config.hidden_size,))):
+        found = checkpoint.info(name).shape
+        if found != shape:
+            raise ModelError(f"{checkpoint.folder}: '{name}' has shape {found}, config.json says {shape}")
+    layers = {int(n.split(".")[2]) for n in checkpoint.tensors if n.startswith("model.layers.") and n.split(".")[2].isdigit()}
+    missing = sorted(set(range(config.num_hidden_layers)) - layers)
+    if missing:
+        raise ModelError(f"{checkpoint.folder}: layer {missing[0]} of {config.num_hidden_layers} has no tensors")
+
+
+def plan_for(
+    checkpoint: Checkpoint, config: ModelConfig, store: PackedStore, options: LoadOptions, exit_layer: int | None
+) -> Plan:
+    """The placement for these options."""
+    dtype = DTYPES[options.dtype]
+    tied = not has_own_lm_head(checkpoint, config)
+    table = config.vocab_size * config.hidden_size * dtype.itemsize
+    rope = 2 * (options.context + options.draft_limit) * config.head_dim // 2 * 4
+    return make_plan(
+        PlanRequest(
+            layer_bytes=tuple(layout.nbytes for layout in store.layouts),
+            kv_bytes_per_token=kv_bytes_per_token(config.num_key_value_heads, config.head_dim, dtype),
+            context=options.context,
+            draft_slack=options.draft_limit,
+            embedding_bytes=table,
+            lm_head_bytes=0 if tied else table,
+            norm_bytes=config.hidden_size * dtype.itemsize,
+            head_bytes=head_bytes(config, dtype.itemsize) if exit_layer is not None else 0,
+            scratch_bytes=rope + _scratch_bytes(config, options),
+            ring_slots=RING_SLOTS,
+            exit_layer=exit_layer,
+            device_memory=options.device_memory,
+            resident_layers=options.resident_layers,
+        )
+    )
+
+
+def _scratch_bytes(config: ModelConfig, options: LoadOptions) -> int:
+    """Activations of one chunk of rows, hidden states of a whole prompt, and logits of a verification."""
+    widest = max(2 * config.intermediate_size, (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim)
+    chunk = PREFILL_CHUNK * (widest + config.intermediate_size + 4 * config.hidden_size) * 4
+    prompt = options.context * config.hidden_size * 4
+    return chunk + prompt + (options.draft_limit + 1) * config.vocab_size * 4
+
+
+def has_own_lm_head(checkpoint: Checkpoint, config: ModelConfig) -> bool:
+    """Whether the output matrix is stored apart from the embedding."""
+    stored = f"{LM_HEAD}.weight" in checkpoint or checkpoint.is_quantized(LM_HEAD)
+    if not stored and not config.tie_word_embeddings:
+        raise ModelError(f"{checkpoint.folder}: 'lm_head.weight' is missing and config.json does not tie it")
+    return stored and not config.tie_word_embeddings
+
+
+def load_target(
+    checkpoint: Checkpoint, config: ModelConfig, store: PackedStore, plan: Plan, options: LoadOptions,
+    ops: Ops, kernels: KernelSet, reader: Reader | None, progress: Progress,
+) -> Target:  # fmt: skip
+    """Everything that `plan` allocates for the target."""
+    device, dtype = torch.device(options.device), DTYPES[options.dtype]
+    capacity = plan.context + (options.draft_limit if plan.exit_layer is not None else 0)
+    embedding = checkpoint.tensor(EMBEDDING).to(dtype).to(device)
+    lm_head = embedding
+    if has_own_lm_head(checkpoint, config):
+        lm_head = checkpoint.dequantized(LM_HEAD).to(dtype).to(device)
+
+    def bind(layout: BlobLayout, buffer: Tensor) -> DecoderLayer:
+        return DecoderLayer(config, ops, layout, buffer, kernels)
+
+    resident, loading = [], BlobReader()
+    for index in range(plan.resident_layers):
+        progress("loading layer", index, plan.resident_layers)
+        layout = store.layouts[index]
+        buffer = page_buffer(layout.nbytes)
+        loading.read(store.path(index), buffer, layout.nbytes)
+        resident.append(bind(layout, buffer if device.type == "cpu" else buffer.to(device)))
+    loading.close()
+    streamer = None
+    offloaded = range(plan.resident_layers, config.num_hidden_layers)
+    if offloaded:
+        size = max(store.layouts[index].nbytes for index in offloaded)
+        streamer = LayerStreamer(
+            store, offloaded, slots=_slots(plan.ring_slots, size, device), bind=bind,
+            reader=reader if reader is not None else BlobReader(options.throttle),
+        )  # fmt: skip
+    return Target(
+        config=config,
+        ops=ops,
+        bank=LayerBank(resident, streamer, [layout.nbytes for layout in store.layouts]),
+        kv=KVCache(
+            config.num_hidden_layers, capacity, num_key_value_heads=config.num_key_value_heads,
+            head_dim=config.head_dim, dtype=dtype, device=device,
+        ),
+        rope=rope_tables(config, capacity, device),
+        embedding=embedding,
+        norm=checkpoint.tensor(FINAL_NORM).to(dtype).to(device),
+        lm_head=lm_head,
+        exit_layer=plan.exit_layer or 0,
+        device=device,
+    )  # fmt: skip
+
+
+def _slots(count: int, size: int, device: torch.device) -> list[Slot]:
+    if device.type == "cuda":
+        from eesd_lite.cuda_slot import CudaSlot  # only where there is a CUDA device
+
+        stream = torch.cuda.Stream(device)
+        return [CudaSlot(size, device, stream) for _ in range(count)]
+    return [HostSlot(page_buffer(size)) for _ in range(count)]
+
+
+def load_head(target: Target, head: HeadTensors, kernels: KernelSet) -> ExitHead:
+    """Bind a head to a loaded target; HeadError where the plan drafts at another layer."""
+    if head.exit_layer != target.exit_layer:
+        raise HeadError(f"the head is for exit layer {head.exit_layer}, the plan drafts at {target.exit_layer}")
+    config = target.config
+    kv = KVCache(
+        1, target.kv.capacity, num_key_value_heads=config.num_key_value_heads, head_dim=config.head_dim,
+        dtype=target.ops.dtype, device=target.device,
+    )  # fmt: skip
+    return ExitHead(config, head, ops=target.ops, kernels=kernels, rope=target.rope, kv=kv, device=target.device)
+
+
+def default_context(config: ModelConfig, asked: int | None) -> int:
+    """The context to plan for: what was asked, else 2048 or less."""
+    longest = config.max_position_embeddings
+    if config.sliding_window is not None:
+        longest = min(longest, config.sliding_window)
+    if asked is None:
+        return min(longest, 2048)
+    if not 8 <= asked <= longest:
+        raise EesdError(f"context must be from 8 to {longest} for this model, not {asked}")
+    return asked
+
+
+def model_label(folder: Path, name: str | None) -> str:
+    """How reports call the model."""
+    return name or folder.resolve().name

@@ -1,0 +1,96 @@
+"""The packed per-layer blobs of a model on disk: written once, atomically, then read whole by loader and streamer.
+
+EESD_HOME/packed/<name>-<key>/ holds layer-NNN.bin and manifest.json (layouts, sizes). The key covers the checkpoint's
+files (name, size, time), the format and the kernels, so a changed model or kernel never meets stale blobs. Writing
+holds one layer in memory at a time, checks free space first and is guarded by a lock against a second process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from eesd_lite.config import ModelConfig
+from eesd_lite.errors import PrepareError
+from eesd_lite.home import atomic_dir, home, locked, require_free
+from eesd_lite.layer_blob import BlobLayout, fill, lay_out, page_buffer
+from eesd_lite.packing import KernelSet, layer_tensors
+from eesd_lite.progress import Progress, no_progress
+from quant.checkpoint import Checkpoint
+
+FORMAT = 2  # raise it whenever the bytes of a blob change their meaning
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class PackedStore:
+    """A complete packed folder: the layout of every layer and the file that holds it."""
+
+    folder: Path
+    layouts: tuple[BlobLayout, ...]
+
+    def path(self, index: int) -> Path:
+        """The blob of layer `index`."""
+        return self.folder / f"layer-{index:03d}.bin"
+
+
+def packed_folder(checkpoint: Checkpoint, kernels: KernelSet) -> Path:
+    """Where the blobs of this checkpoint and these kernels live."""
+    digest = hashlib.sha256(f"{FORMAT}|{kernels.key}".encode())
+    for path in sorted(checkpoint.folder.iterdir()):
+        if path.suffix == ".safetensors" or path.name in ("config.json", "quantize_config.json"):
+            status = path.stat()
+            digest.update(f"|{path.name}|{status.st_size}|{status.st_mtime_ns}".encode())
+    return home() / "packed" / f"{checkpoint.folder.resolve().name}-{digest.hexdigest()[:16]}"
+
+
+def open_store(
+    checkpoint: Checkpoint, config: ModelConfig, kernels: KernelSet, progress: Progress = no_progress
+) -> PackedStore:
+    """The packed blobs of `checkpoint`, written now if they are not there yet.
+
+    Raises PrepareError when the disk is full or a blob is damaged, CheckpointError for a checkpoint that cannot be read.
+    """
+    folder = packed_folder(checkpoint, kernels)
+    if not (folder / MANIFEST).exists():
+        with locked(folder, progress):
+            if not (folder / MANIFEST).exists():
+                _write(folder, checkpoint, config, kernels, progress)
+    return _read(folder, config)
+
+
+def _write(folder: Path, checkpoint: Checkpoint, config: ModelConfig, kernels: KernelSet, progress: Progress) -> None:
+    total = sum(info.nbytes for name, info in checkpoint.tensors.items() if ".layers." in name)
+    # Packing adds at most the second number of every scale pair to what the checkpoint holds.
+    require_free(folder, total + total // 4, "the packed copy of the layers")
+    layouts = []
+    with atomic_dir(folder) as partial:
+        for index in range(config.num_hidden_layers):
+            progress("packing layers for the kernel, layer", index, config.num_hidden_layers)
+            tensors, names = layer_tensors(checkpoint, index, kernels)
+            layout = lay_out(tensors, names)
+            buffer = page_buffer(layout.nbytes)
+            fill(layout, buffer, tensors)
+            (partial / f"layer-{index:03d}.bin").write_bytes(buffer.numpy().data)
+            layouts.append(layout)
+        manifest = {"format": FORMAT, "kernels": kernels.key, "layers": [layout.as_dict() for layout in layouts]}
+        (partial / MANIFEST).write_text(json.dumps(manifest))
+
+
+def _read(folder: Path, config: ModelConfig) -> PackedStore:
+    hint = f"remove it with: eesd cache rm {folder.name}"
+    try:
+        raw = json.loads((folder / MANIFEST).read_text())
+        store = PackedStore(folder, tuple(BlobLayout.from_dict(layer) for layer in raw["layers"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PrepareError(f"{folder / MANIFEST}: damaged ({error}); {hint}") from None
+    if len(store.layouts) != config.num_hidden_layers:
+        raise PrepareError(f"{folder}: {len(store.layouts)} packed layers, the model has {config.num_hidden_layers}; {hint}")
+    for index, layout in enumerate(store.layouts):
+        path = store.path(index)
+        size = path.stat().st_size if path.exists() else 0
+        if size != layout.nbytes:
+            raise PrepareError(f"{path}: {size} bytes, {layout.nbytes} expected; {hint}")
+    return store

@@ -1,0 +1,88 @@
+"""From checkpoint to blob: choose a kernel for every module of a layer, fuse what may be fused, pack it.
+
+q/k/v and gate/up become one product each when they share the input order (act-order permutations must agree) and the
+kernel; otherwise their parts stay apart and their outputs are joined. Used by `eesd_lite.packed_store`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eesd_lite.dense import layer_prefix
+from quant.checkpoint import Checkpoint
+from quant.errors import CheckpointError
+from quant.kernels import DenseKernel, Kernel
+from quant.matrix import QuantizedMatrix, stack_rows
+
+# Module of the blob -> (block in the checkpoint, projections whose outputs are joined in this order).
+MODULES = {
+    "qkv": ("self_attn", ("q_proj", "k_proj", "v_proj")),
+    "o": ("self_attn", ("o_proj",)),
+    "gate_up": ("mlp", ("gate_proj", "up_proj")),
+    "down": ("mlp", ("down_proj",)),
+}
+NORMS = {"input_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
+
+
+@dataclass(frozen=True)
+class KernelSet:
+    """The kernels of one plan: `int4` where it applies (None: nowhere), `dense` for everything else."""
+
+    int4: Kernel | None
+    dense: DenseKernel
+
+    def by_name(self, name: str) -> Kernel:
+        """The kernel that a stored layout names."""
+        for kernel in (self.int4, self.dense):
+            if kernel is not None and kernel.name == name:
+                return kernel
+        raise CheckpointError(f"a packed layer needs kernel '{name}', which this run does not have")
+
+    @property
+    def key(self) -> str:
+        """Names everything that decides the packed bytes."""
+        return f"{self.int4.name if self.int4 else 'none'}+{self.dense.name}-{self.dense.dtype}"
+
+
+def layer_tensors(checkpoint: Checkpoint, index: int, kernels: KernelSet) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of decoder layer `index` as they are stored, `module.part.tensor`, and the kernel of every part."""
+    tensors: dict[str, Tensor] = {}
+    names: dict[str, str] = {}
+    for module, (block, projections) in MODULES.items():
+        prefix = f"{layer_prefix(index)}.{block}"
+        parts = _parts(checkpoint, [f"{prefix}.{projection}" for projection in projections], kernels)
+        for number, (kernel, stored) in enumerate(parts):
+            names[f"{module}.{number}"] = kernel.name
+            tensors.update({f"{module}.{number}.{name}": tensor for name, tensor in stored.items()})
+    for name, stored_name in NORMS.items():
+        norm = checkpoint.tensor(f"{layer_prefix(index)}.{stored_name}.weight")
+        tensors[f"{name}.weight"] = norm.to(kernels.dense.dtype)
+    return tensors, names
+
+
+def _parts(checkpoint: Checkpoint, modules: list[str], kernels: KernelSet) -> list[tuple[Kernel, dict[str, Tensor]]]:
+    """One fused part where possible, else one part for each module."""
+    if not all(checkpoint.is_quantized(module) for module in modules):
+        return [_pack_any(checkpoint, module, kernels) for module in modules]
+    matrices = [checkpoint.matrix(module) for module in modules]
+    fusable = all(torch.equal(m.g_idx, matrices[0].g_idx) for m in matrices)
+    if len(matrices) > 1 and not fusable:
+        return [_pack_matrix(matrix, kernels) for matrix in matrices]
+    return [_pack_matrix(stack_rows(matrices), kernels)]
+
+
+def _pack_any(checkpoint: Checkpoint, module: str, kernels: KernelSet) -> tuple[Kernel, dict[str, Tensor]]:
+    if checkpoint.is_quantized(module):
+        return _pack_matrix(checkpoint.matrix(module), kernels)
+    weight = checkpoint.tensor(f"{module}.weight")
+    return kernels.dense, kernels.dense.pack_dense(weight, checkpoint.bias(module))
+
+
+def _pack_matrix(matrix: QuantizedMatrix, kernels: KernelSet) -> tuple[Kernel, dict[str, Tensor]]:
+    kernel: Kernel = kernels.dense
+    if kernels.int4 is not None and kernels.int4.refuses(matrix) is None:
+        kernel = kernels.int4
+    return kernel, kernel.pack(matrix)

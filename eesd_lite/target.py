@@ -1,0 +1,74 @@
+"""The target model as the speculative loop sees it: embed, layers below the exit, layers from the exit on, logits.
+
+Holds what is resident whatever the plan (embedding, final norm, lm_head, rotary tables, KV cache) and borrows layers
+from a `LayerBank`. `offloaded` attributes every byte of an offloaded layer to the phase that asked for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from eesd_lite.cache import KVCache, Rows
+from eesd_lite.config import ModelConfig
+from eesd_lite.ops import Ops, Rope
+from eesd_lite.streamer import LayerBank
+from eesd_lite.transformer import run_layers
+
+PREFILL_CHUNK = 128  # rows that pass a layer together: bounds the scratch memory of a long prompt
+LOGITS_ROWS = 8  # rows that share one pass over lm_head
+
+
+@dataclass
+class Target:
+    """`exit_layer` splits the layers into `lower` and `upper`; without drafting it is 0 and everything is upper."""
+
+    config: ModelConfig
+    ops: Ops
+    bank: LayerBank
+    kv: KVCache
+    rope: Rope
+    embedding: Tensor  # [vocab, hidden] in the compute dtype
+    norm: Tensor
+    lm_head: Tensor
+    exit_layer: int
+    device: torch.device
+
+    def embed(self, token_ids: list[int]) -> Tensor:
+        """float32 [rows, hidden]"""
+        ids = torch.tensor(token_ids, device=self.embedding.device)
+        return F.embedding(ids, self.embedding).to(torch.float32)
+
+    def lower(self, hidden: Tensor, rows: Rows) -> Tensor:
+        """Layers below the exit layer, in place; returns `hidden`."""
+        self._run(range(self.exit_layer), hidden, rows)
+        return hidden
+
+    def upper(self, hidden: Tensor, rows: Rows) -> Tensor:
+        """The exit layer and everything after it, in place: one sweep."""
+        self._run(range(self.exit_layer, self.config.num_hidden_layers), hidden, rows)
+        return hidden
+
+    def _run(self, layers: range, hidden: Tensor, rows: Rows) -> None:
+        run_layers(self.bank, layers, hidden, rows, kv=self.kv, rope=self.rope, chunk=PREFILL_CHUNK)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [rows, vocab] from states after the last layer; a row's bits do not depend on the others."""
+        normed = self.ops.rms_norm(hidden, self.norm, self.config.rms_norm_eps)
+        parts = [self.ops.logits(part.contiguous(), self.lm_head) for part in normed.split(LOGITS_ROWS)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+@contextmanager
+def offloaded(bank: LayerBank, counter: list[int]) -> Iterator[None]:
+    """Append to `counter` how many bytes of offloaded layers the block consumed."""
+    before = bank.streamed_bytes
+    try:
+        yield
+    finally:
+        counter.append(bank.streamed_bytes - before)

@@ -1,0 +1,184 @@
+"""Chat templates: the model's own Jinja template, or one of five named layouts for models that come without.
+
+Templates are code from a download, so they run in Jinja's sandbox, with the helpers that Hugging Face templates expect
+(`raise_exception`, `strftime_now`, `tojson`, the `generation` block). Rendering gives text; making token ids of it,
+with message contents kept apart from control tokens, is the business of `eesd_lite.text`, the only caller.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eesd_lite.errors import ModelError, PromptError
+
+if TYPE_CHECKING:
+    import jinja2
+
+Message = Mapping[str, str]
+
+
+class TemplateRefusal(Exception):
+    """The template called raise_exception: these roles, or their order, are not what it supports."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A Jinja template; `stop` are texts that end an answer where the layout has no control token for it."""
+
+    name: str
+    source: str
+    stop: tuple[str, ...] = ()
+
+    def render(
+        self, messages: Sequence[Message], *, special: Mapping[str, str], add_generation_prompt: bool = True
+    ) -> str:
+        """The whole conversation as text; TemplateRefusal when the template says no, PromptError when it is broken."""
+        import jinja2
+
+        try:
+            return _compiled(self.source).render(
+                messages=list(messages), add_generation_prompt=add_generation_prompt, **special
+            )
+        except TemplateRefusal:
+            raise
+        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise PromptError(
+                f"the chat template {self.name!r} fails: {reason[:200]}; try one of {', '.join(FALLBACKS)}"
+            ) from error
+
+
+def own_template(folder: Path, settings: Mapping[str, Any]) -> ChatTemplate | None:
+    """The template in a model folder: chat_template.jinja, chat_template.json, or in tokenizer_config.json."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return ChatTemplate("own", path.read_text(encoding="utf-8"))
+    found = settings.get("chat_template")
+    path = folder / "chat_template.json"
+    if not found and path.is_file():
+        found = json.loads(path.read_text(encoding="utf-8")).get("chat_template")
+    if isinstance(found, list):  # several named ones; "default" is the one for talking
+        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+        found = named.get("default") or next(iter(named.values()), None)
+    return ChatTemplate("own", found) if isinstance(found, str) and found.strip() else None
+
+
+def fallback_template(name: str) -> ChatTemplate:
+    """One of the named layouts, or a PromptError that lists them."""
+    if name not in FALLBACKS:
+        raise PromptError(f"no chat template named {name!r}; known: {', '.join(FALLBACKS)}")
+    return FALLBACKS[name]
+
+
+@lru_cache(maxsize=8)
+def _compiled(source: str) -> jinja2.Template:
+    import jinja2
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class GenerationBlock(Extension):
+        """`{% generation %}` marks answers for training; here it only shows its body."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = _now
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise ModelError(
+            f"the model's chat template cannot be read: {error}; choose one by name: {', '.join(FALLBACKS)}"
+        ) from error
+
+
+def _refuse(message: object) -> None:
+    raise TemplateRefusal(str(message))
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    # Jinja's own filter escapes for HTML.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _now(pattern: str) -> str:
+    from datetime import datetime
+
+    return datetime.now().strftime(pattern)
+
+
+# Written without line breaks between the pieces: Jinja would keep the ones after an expression.
+_PLAIN = (
+    "{% for m in messages %}"
+    "{% if m.role == 'system' %}{{ m.content + '\n\n' }}"
+    "{% elif m.role == 'user' %}{{ 'User: ' + m.content + '\n' }}"
+    "{% else %}{{ 'Assistant: ' + m.content + '\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+
+_LLAMA2 = (
+    "{% set ns = namespace(system='') %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'system' %}{% set ns.system = '<<SYS>>\n' + m.content + '\n<</SYS>>\n\n' %}"
+    "{% elif m.role == 'user' %}{{ (bos_token or '') + '[INST] ' + ns.system + m.content + ' [/INST]' }}"
+    "{% set ns.system = '' %}"
+    "{% else %}{{ ' ' + m.content + ' ' + (eos_token or '') }}{% endif %}"
+    "{% endfor %}"
+)
+
+_VICUNA = (
+    "{% if messages and messages[0].role != 'system' %}"
+    "A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions. "
+    "{% endif %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'system' %}{{ m.content + ' ' }}"
+    "{% elif m.role == 'user' %}{{ 'USER: ' + m.content + ' ' }}"
+    "{% else %}{{ 'ASSISTANT: ' + m.content + (eos_token or '\n') }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+
+_ALPACA = (
+    "{% if messages and messages[0].role != 'system' %}"
+    "Below is an instruction that describes a task. "
+    "Write a response that appropriately completes the request.\n\n"
+    "{% endif %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'system' %}{{ m.content + '\n\n' }}"
+    "{% elif m.role == 'user' %}{{ '### Instruction:\n' + m.content + '\n\n' }}"
+    "{% else %}{{ '### Response:\n' + m.content + (eos_token or '') + '\n\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '### Response:\n' }}{% endif %}"
+)
+
+_CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+# The layouts that models without a template were most often trained with. A stop text is the start of the next turn:
+# base models never end a turn themselves.
+FALLBACKS: dict[str, ChatTemplate] = {
+    template.name: template
+    for template in (
+        ChatTemplate("plain", _PLAIN, stop=("\nUser:",)),
+        ChatTemplate("llama2", _LLAMA2, stop=("[INST]",)),
+        ChatTemplate("vicuna", _VICUNA, stop=("\nUSER:", " USER:")),
+        ChatTemplate("alpaca", _ALPACA, stop=("### Instruction:",)),
+        ChatTemplate("chatml", _CHATML, stop=("<|im_end|>", "<|im_start|>")),
+    )
+}

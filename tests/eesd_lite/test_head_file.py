@@ -1,0 +1,180 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from eesd_lite.config import ModelConfig, RopeScaling
+from eesd_lite.errors import HeadError
+from eesd_lite.head_file import (
+    HeadShape,
+    fingerprint_names,
+    folder_fingerprint,
+    load_head,
+    read_exit_layer,
+    save_head,
+    target_fingerprint,
+)
+
+CONFIG = ModelConfig(
+    model_type="llama",
+    vocab_size=50,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+)
+PRINT = "a" * 64
+
+
+def tensors(config: ModelConfig = CONFIG) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    shapes = HeadShape.from_config(config).tensor_shapes()
+    return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
+
+
+def save(path: Path, config: ModelConfig = CONFIG, exit_layer: int = 2) -> Path:
+    save_head(
+        path,
+        tensors(config),
+        config=config,
+        exit_layer=exit_layer,
+        fingerprint=PRINT,
+        summary={"tokens": 1000, "minutes": 1.5, "agreement": 0.5},
+    )
+    return path
+
+
+def unquantized(config: ModelConfig = CONFIG, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    found = {}
+    for name in fingerprint_names(config.num_hidden_layers):
+        rows = (config.vocab_size, config.hidden_size) if "embed" in name else (config.hidden_size,)
+        found[name] = torch.randn(rows, generator=generator).to(torch.float16).to(dtype)
+    return found
+
+
+def test_a_saved_head_loads_with_the_same_bits_and_its_summary(tmp_path: Path) -> None:
+    path = save(tmp_path / "exit-02.safetensors")
+    head = load_head(path, CONFIG, PRINT)
+    assert head.exit_layer == 2 and head.fingerprint == PRINT
+    assert head.summary == {"tokens": 1000, "minutes": 1.5, "agreement": 0.5}
+    for name, tensor in tensors().items():
+        assert torch.equal(head.tensors[name], tensor), name
+    assert read_exit_layer(path) == 2
+
+
+def test_a_head_file_holds_only_the_heads_own_tensors_in_16_bit(tmp_path: Path) -> None:
+    path = save(tmp_path / "head.safetensors")
+    with safe_open(path, framework="pt") as file:
+        assert set(file.keys()) == set(HeadShape.from_config(CONFIG).tensor_shapes())
+        assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}
+    parameters = HeadShape.from_config(CONFIG).parameter_count()
+    assert 2 * parameters <= path.stat().st_size < 2 * parameters + 4096
+    assert [p.name for p in tmp_path.iterdir()] == ["head.safetensors"]  # no temporary file is left
+
+
+def test_a_head_of_other_shapes_is_refused_even_when_forced(tmp_path: Path) -> None:
+    path = save(tmp_path / "head.safetensors")
+    other = replace(CONFIG, intermediate_size=64)
+    with pytest.raises(HeadError, match=r"gate_proj.*\[48, 32\].*\[64, 32\]"):
+        load_head(path, other, PRINT, force=True)
+
+
+def test_a_head_of_another_target_is_refused_unless_forced(tmp_path: Path) -> None:
+    path = save(tmp_path / "head.safetensors")
+    with pytest.raises(HeadError, match="aaaaaaaaaaaa, this model is bbbbbbbbbbbb"):
+        load_head(path, CONFIG, "b" * 64)
+    assert load_head(path, CONFIG, "b" * 64, force=True).exit_layer == 2
+    assert load_head(path, CONFIG).exit_layer == 2  # no fingerprint given: not compared
+
+
+def test_an_exit_layer_outside_the_model_is_refused(tmp_path: Path) -> None:
+    deeper = replace(CONFIG, num_hidden_layers=12)
+    path = save(tmp_path / "head.safetensors", deeper, exit_layer=9)
+    with pytest.raises(HeadError, match="exit layer 9, the model allows 1 to 3"):
+        load_head(path, CONFIG)
+    for wrong in (0, 4):
+        with pytest.raises(HeadError, match=f"exit layer {wrong}"):
+            save(tmp_path / "other.safetensors", exit_layer=wrong)
+
+
+def test_a_truncated_file_is_one_clear_line(tmp_path: Path) -> None:
+    path = save(tmp_path / "head.safetensors")
+    whole = path.read_bytes()
+    for size in (0, 5, 200, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(HeadError, match="head.safetensors: .*not a head file, or truncated") as caught:
+            load_head(path, CONFIG)
+        assert "\n" not in str(caught.value)
+
+
+def test_files_that_are_no_heads_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(2)}, path)
+    with pytest.raises(HeadError, match="not a head file"):
+        load_head(path, CONFIG)
+    path.write_text("hello")
+    with pytest.raises(HeadError, match="not a head file"):
+        load_head(path, CONFIG)
+    assert read_exit_layer(path) is None
+    with pytest.raises(HeadError, match="no such head file"):
+        load_head(tmp_path / "none.safetensors", CONFIG)
+
+
+def test_missing_unknown_and_damaged_parts_are_named(tmp_path: Path) -> None:
+    path = save(tmp_path / "head.safetensors")
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    without = tensors()
+    del without["affine.bias"]
+    save_file(without, path, metadata=metadata)
+    with pytest.raises(HeadError, match=r"affine\.bias is missing"):
+        load_head(path, CONFIG)
+    save_file(tensors() | {"extra": torch.zeros(1)}, path, metadata=metadata)
+    with pytest.raises(HeadError, match="unknown tensor extra"):
+        load_head(path, CONFIG)
+    save_file(tensors(), path, metadata=metadata | {"exit_layer": "two"})
+    with pytest.raises(HeadError, match="damaged head metadata"):
+        load_head(path, CONFIG)
+    save_file(tensors(), path, metadata=metadata | {"format": "eesd-head-9"})
+    with pytest.raises(HeadError, match="head format eesd-head-9"):
+        load_head(path, CONFIG)
+
+
+def test_the_rope_of_the_target_is_described_in_the_file(tmp_path: Path) -> None:
+    scaled = replace(CONFIG, rope_scaling=RopeScaling(rope_type="linear", factor=2.0))
+    head = load_head(save(tmp_path / "head.safetensors", scaled), scaled)
+    assert '"rope_type": "linear"' in head.metadata["rope"] and '"factor": 2.0' in head.metadata["rope"]
+
+
+def test_the_fingerprint_is_the_same_in_every_dtype_that_holds_the_values() -> None:
+    assert target_fingerprint(CONFIG, unquantized()) == target_fingerprint(CONFIG, unquantized(dtype=torch.float16))
+
+
+def test_the_fingerprint_sees_a_changed_embedding_norm_and_shape() -> None:
+    reference = target_fingerprint(CONFIG, unquantized())
+    for name in ("model.embed_tokens.weight", "model.layers.3.input_layernorm.weight", "model.norm.weight"):
+        changed = unquantized()
+        changed[name] = changed[name] + 0.01
+        assert target_fingerprint(CONFIG, changed) != reference, name
+    assert target_fingerprint(replace(CONFIG, intermediate_size=64), unquantized()) != reference
+
+
+def test_a_folder_has_the_same_fingerprint_whatever_its_linear_weights_and_files(tmp_path: Path) -> None:
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    whole.mkdir()
+    halves.mkdir()
+    values = unquantized()
+    save_file(values | {"model.layers.0.mlp.up_proj.weight": torch.zeros(3, 3)}, whole / "model.safetensors")
+    names = sorted(values)
+    save_file({n: values[n].half() for n in names[:3]}, halves / "model-00001-of-00002.safetensors")
+    save_file({n: values[n].half() for n in names[3:]}, halves / "model-00002-of-00002.safetensors")
+    assert folder_fingerprint(whole, CONFIG) == folder_fingerprint(halves, CONFIG)
+    (halves / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(HeadError, match=r"no tensor model\."):
+        folder_fingerprint(halves, CONFIG)
