@@ -11,8 +11,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CODE := eesd_lite quant cli models tests
 
-# Through the environment, so that quotes, $ and spaces in a question reach the program unharmed.
-export PROMPT
+# Through the environment and unexpanded, so that quotes, $ and spaces in a question reach the program unharmed.
+override export PROMPT := $(value PROMPT)
 
 .PHONY: setup chat test lint format bench clean
 

@@ -23,6 +23,7 @@ from eesd_lite.controller import make_controller
 from eesd_lite.errors import USER_ERRORS, EesdError
 from eesd_lite.params import SamplingParams
 from eesd_lite.progress import Progress
+from eesd_lite.templates import FALLBACKS
 from eesd_lite.units import format_size
 
 COMMANDS = {
@@ -35,7 +36,6 @@ _HELP = (
     "Alt-Enter starts a new line, Enter sends; a pasted text is one question. Ctrl-C stops an answer or empties the "
     "line. Begin with a space to send a text that starts with '/'."
 )
-TEMPLATES = ("plain", "llama2", "vicuna", "alpaca", "chatml")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +211,7 @@ def make_command(open_engine: OpenEngine = open_engine) -> click.Command:
     @click.option("--context", type=click.IntRange(min=1), metavar="TOKENS", help="Room for the conversation.")
     @click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads.")
     @click.option("--stop", multiple=True, metavar="TEXT", help="End the answer before this text; repeatable.")
-    @click.option("--template", type=click.Choice(TEMPLATES), help="Chat layout, instead of the model's own.")
+    @click.option("--template", type=click.Choice(list(FALLBACKS)), help="Chat layout, instead of the model's own.")
     @click.option("--throttle", type=Rate(), help="Read offloaded layers no faster than this, as 200MB/s.")
     @click.option("--no-color", is_flag=True, help="No colours; so does the variable NO_COLOR.")
     @reports_errors

@@ -166,7 +166,11 @@ def totals(stats: Stats, belief: dict[str, Any]) -> list[str]:
     if stats.accepted_length_histogram:
         counts = ", ".join(f"{length}: {n}" for length, n in enumerate(stats.accepted_length_histogram))
         lines.append(f"rounds by number of accepted drafts: {counts}")
-    lines += [f"controller {key}: {_short(value)}" for key, value in belief.items()]
+    for key, value in belief.items():
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], dict):
+            lines += [f"controller {key}: {_short(item)}" for item in value]
+        else:
+            lines.append(f"controller {key}: {_short(value)}")
     return lines
 
 

@@ -89,6 +89,9 @@ class Session:
             self._keep(shown)
             if shown.text and not shown.text.endswith("\n"):
                 write_answer("\n")
+        if self.interrupted and not shown.ids:
+            note("stopped before the first token: the question is forgotten")
+            return
         ending = "stopped" if self.interrupted else _ENDINGS.get(shown.finish_reason or "", "").format(self._params)
         click.echo(dim(f"[{answer_line(self._engine.stats.since(before), ending)}]"), err=True)
 
@@ -100,7 +103,9 @@ class Session:
     def totals(self) -> list[str]:
         """What `/stats` says."""
         controller = getattr(self._engine, "controller", None)
-        return totals(self._engine.stats, controller.belief() if controller is not None else {})
+        if controller is None or self._engine.plan.exit_layer is None:
+            return totals(self._engine.stats, {})
+        return totals(self._engine.stats, controller.belief())
 
     def _run(self, ids: list[int], shown: _Shown) -> None:
         self.interrupted = False

@@ -34,13 +34,15 @@ class BlobReader:
         """Fill the first `nbytes` (a multiple of BLOCK) of `buffer` (uint8); StreamError names the file."""
         assert nbytes % BLOCK == 0 and buffer.numel() >= nbytes, (nbytes, buffer.numel())
         started = time.perf_counter()
-        target = memoryview(buffer.numpy())[:nbytes]
+        target = memoryview(buffer.numpy().data)[:nbytes]
         try:
             count = self._read_once(path, target)
         except OSError as error:
             raise StreamError(f"{path}: reading offloaded weights failed ({error.strerror or error})") from None
         if count != nbytes:
-            raise StreamError(f"{path}: {count} of {nbytes} bytes; the packed file was cut, remove it with: eesd cache rm")
+            raise StreamError(
+                f"{path}: {count} of {nbytes} bytes; the packed file was cut, remove it with: eesd cache rm"
+            )
         self._wait(started, nbytes)
 
     def _read_once(self, path: Path, target: memoryview) -> int:

@@ -1,7 +1,7 @@
 """Attention kernels: store a call's keys and values, then attend, in blocks of query rows and keys.
 
-A row's keys are taken in sequence order, wherever their slots are, and every sum runs in that order; so a row of a token
-tree, of a chain and of a long prompt get the same bits. Compiled by cpu_kernels.py, called by cpu_ops.py.
+A row's keys are taken in sequence order, wherever their slots are, and every sum runs in that order; so a row of a
+token tree, of a chain and of a long prompt get the same bits. Compiled by cpu_kernels.py, called by cpu_ops.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The engine: one target, one conversation's cache, and `generate`, which every front end calls.
 
-Follow one token from `generate` downward: prefill, then rounds of draft, verify, accept, crop (`eesd_lite.speculative`),
-then `Emitter`. After every round, and however a generation ends, the cache is what a fresh prefill of the visible
+Follow one token from `generate` downward: prefill, then rounds of draft, verify, accept, crop
+(`eesd_lite.speculative`), then `Emitter`. After every round, and however a generation ends, the cache is what a fresh prefill of the visible
 tokens would give. One sequence at a time; an engine belongs to one thread at a time.
 """
 
@@ -20,6 +20,7 @@ from eesd_lite.controller import make_controller
 from eesd_lite.emitter import Emitter, TokenEvent
 from eesd_lite.errors import EesdError, PromptError
 from eesd_lite.exit_head import ExitHead
+from eesd_lite.head_choice import choose_head
 from eesd_lite.loader import (
     LoadOptions,
     check_tensors,
@@ -30,7 +31,6 @@ from eesd_lite.loader import (
     model_label,
     plan_for,
 )
-from eesd_lite.head_choice import choose_head
 from eesd_lite.packed_store import open_store
 from eesd_lite.params import SamplingParams
 from eesd_lite.placement import Plan
@@ -135,7 +135,7 @@ class Engine:
         )  # fmt: skip
 
     def set_controller(self, spec: str) -> None:
-        """Decide anew how much is drafted; forgets what was learned and, since `off` keeps no head cache, the prefix."""
+        """Decide anew how much is drafted; forgets what was learned and (`off` keeps no head cache) the prefix."""
         self.controller_spec = spec
         self.controller = make_controller(spec)
         self.reset()

@@ -47,7 +47,13 @@ def available_heads(source: ModelSource) -> dict[int, Path]:
 
 
 def choose_head(
-    source: ModelSource, config: ModelConfig, head: str | Path | None, exit_layer: int | None, *, force: bool, progress: Progress
+    source: ModelSource,
+    config: ModelConfig,
+    head: str | Path | None,
+    exit_layer: int | None,
+    *,
+    force: bool,
+    progress: Progress,
 ) -> ChosenHead:
     """The head for these wishes. Raises HeadError for a wish that cannot be met."""
     if head == "off":
@@ -56,10 +62,10 @@ def choose_head(
         layer = exit_layer if exit_layer is not None else default_exit_layer(source, config)
         return ChosenHead(layer, random_head(config, layer))
     if head == "instant":
-        from eesd_lite.distill.run import instant_head  # pulls in the trainer
+        from eesd_lite.distill.instant import make_instant_head  # pulls in the trainer
 
         layer = exit_layer if exit_layer is not None else default_exit_layer(source, config)
-        head = instant_head(source, layer, progress)
+        head = make_instant_head(source, layer, progress)
     if head is not None:
         path = Path(head)
         if not path.exists():

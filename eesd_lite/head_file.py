@@ -231,8 +231,8 @@ def _check_shapes(where: str, found: Mapping[str, tuple[int, ...]], shape: HeadS
             raise HeadError(f"{where}: tensor {name} is missing; copy or train the head again")
         if tuple(found[name]) != size:
             raise HeadError(
-                f"{where}: {name} has shape {list(found[name])}, this model needs {list(size)}; it is a head for another"
-                " model"
+                f"{where}: {name} has shape {list(found[name])}, this model needs {list(size)}; "
+                "it is a head for another model"
             )
     extra = sorted(set(found) - set(wanted))
     if extra:

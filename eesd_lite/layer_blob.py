@@ -19,7 +19,7 @@ ALIGNMENT = 64  # of every tensor in the blob: a cache line, and what vector loa
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """One tensor in a blob. `name` is `module.tensor`, such as `qkv.packed`; `dtype` is torch's name, such as `uint8`."""
+    """One tensor in a blob. `name` is such as `qkv.0.packed`; `dtype` is torch's name, such as `uint8`."""
 
     name: str
     dtype: str
@@ -41,7 +41,11 @@ class BlobLayout:
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
         """Typed views into a uint8 buffer of at least `nbytes`."""
-        assert buffer.dtype == torch.uint8 and buffer.numel() >= self.nbytes, (buffer.dtype, buffer.numel(), self.nbytes)
+        assert buffer.dtype == torch.uint8 and buffer.numel() >= self.nbytes, (
+            buffer.dtype,
+            buffer.numel(),
+            self.nbytes,
+        )
         return {
             slot.name: buffer[slot.offset : slot.offset + slot.nbytes].view(getattr(torch, slot.dtype)).view(slot.shape)
             for slot in self.slots

@@ -79,7 +79,9 @@ def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
         found = checkpoint.info(name).shape
         if found != shape:
             raise ModelError(f"{checkpoint.folder}: '{name}' has shape {found}, config.json says {shape}")
-    layers = {int(n.split(".")[2]) for n in checkpoint.tensors if n.startswith("model.layers.") and n.split(".")[2].isdigit()}
+    layers = {
+        int(n.split(".")[2]) for n in checkpoint.tensors if n.startswith("model.layers.") and n.split(".")[2].isdigit()
+    }
     missing = sorted(set(range(config.num_hidden_layers)) - layers)
     if missing:
         raise ModelError(f"{checkpoint.folder}: layer {missing[0]} of {config.num_hidden_layers} has no tensors")
@@ -114,7 +116,9 @@ def plan_for(
 
 def _scratch_bytes(config: ModelConfig, options: LoadOptions) -> int:
     """Activations of one chunk of rows, hidden states of a whole prompt, and logits of a verification."""
-    widest = max(2 * config.intermediate_size, (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim)
+    widest = max(
+        2 * config.intermediate_size, (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
+    )
     chunk = PREFILL_CHUNK * (widest + config.intermediate_size + 4 * config.hidden_size) * 4
     prompt = options.context * config.hidden_size * 4
     return chunk + prompt + (options.draft_limit + 1) * config.vocab_size * 4

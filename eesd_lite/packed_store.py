@@ -51,7 +51,7 @@ def open_store(
 ) -> PackedStore:
     """The packed blobs of `checkpoint`, written now if they are not there yet.
 
-    Raises PrepareError when the disk is full or a blob is damaged, CheckpointError for a checkpoint that cannot be read.
+    Raises PrepareError when the disk is full or a blob is damaged, CheckpointError for an unreadable checkpoint.
     """
     folder = packed_folder(checkpoint, kernels)
     if not (folder / MANIFEST).exists():
@@ -87,7 +87,9 @@ def _read(folder: Path, config: ModelConfig) -> PackedStore:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise PrepareError(f"{folder / MANIFEST}: damaged ({error}); {hint}") from None
     if len(store.layouts) != config.num_hidden_layers:
-        raise PrepareError(f"{folder}: {len(store.layouts)} packed layers, the model has {config.num_hidden_layers}; {hint}")
+        raise PrepareError(
+            f"{folder}: {len(store.layouts)} packed layers, the model has {config.num_hidden_layers}; {hint}"
+        )
     for index, layout in enumerate(store.layouts):
         path = store.path(index)
         size = path.stat().st_size if path.exists() else 0

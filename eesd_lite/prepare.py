@@ -74,6 +74,7 @@ def _prepare(chosen: Recipe, target: Path, progress: Progress) -> None:
     require_free(home(), max(0, chosen.work_bytes - size_of(work)), f"preparing {chosen.name}")
     if work.is_dir() and any(work.iterdir()):
         progress(f"resuming the preparation of {chosen.name} that was cut short", 0, 0)
+        progress = _resumed(progress)
     else:
         progress(f"preparing {chosen.title} ({chosen.licence}), needed once", 0, 0)
     calibration = chosen.calibration_rows()
@@ -88,6 +89,11 @@ def _prepare(chosen: Recipe, target: Path, progress: Progress) -> None:
         publish(quantized, target)
     shutil.rmtree(work, ignore_errors=True)
     progress(f"{chosen.name} is ready in {target}", 1, 1)
+
+
+def _resumed(progress: Progress) -> Progress:
+    """Say with every step that this run goes on where another stopped: a display may skip a single short notice."""
+    return lambda stage, done, total: progress(f"resumed: {stage}", done, total)
 
 
 def _hf_folder(chosen: Recipe, work: Path, progress: Progress) -> Path:

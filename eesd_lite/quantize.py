@@ -116,7 +116,9 @@ def _quantize_layer(
     for block, names in PROJECTION_GROUPS:
         hessian = _hessian(config, layer, names[0], hidden, rope) if hidden else None
         stacked = torch.cat([getattr(layer, name) for name in names])  # one Hessian, so one pass for all of them
-        whole = gptq_quantize(stacked, hessian, settings) if hessian is not None else round_to_nearest(stacked, settings)
+        whole = (
+            gptq_quantize(stacked, hessian, settings) if hessian is not None else round_to_nearest(stacked, settings)
+        )
         row = 0
         for name in names:
             rows = slice(row, row + getattr(layer, name).shape[0])

@@ -62,7 +62,7 @@ class HeadDrafter:
 
 @dataclass(frozen=True)
 class Draft:
-    """A finished draft: the tree, the states that entered the exit layer [nodes, hidden], nodes already proposed from."""
+    """A finished draft: the tree, the states entering the exit layer [nodes, hidden], nodes proposed from."""
 
     tree: DraftTree
     states: Tensor
@@ -117,13 +117,17 @@ class Accepted:
     tokens: tuple[int, ...]
 
 
-def accept(tree: DraftTree, logits: Tensor, choose: Callable[[Tensor, int, Sequence[int]], int], visible: Sequence[int]) -> Accepted:
+def accept(
+    tree: DraftTree, logits: Tensor, choose: Callable[[Tensor, int, Sequence[int]], int], visible: Sequence[int]
+) -> Accepted:
     """Follow the target's choices down the tree for as long as a child proposes them.
 
     `choose(logits [vocab], position, ids before it)` is the target's rule. The token after the last match is emitted
     too: the correction if the tree proposed others there, the bonus if it proposed nothing.
     """
-    node, nodes, tokens, history = 0, [], [], list(visible)
+    node, history = 0, list(visible)
+    nodes: list[int] = []
+    tokens: list[int] = []
     while True:
         token = choose(logits[node], len(history), history)
         tokens.append(token)

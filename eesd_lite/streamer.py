@@ -1,7 +1,7 @@
 """Background fetching of offloaded layers into a small ring of buffers, in sweep order, without end.
 
-The thread reads the next layer whenever a slot is free, wrapping around from the last layer to the first: while drafting
-runs, the first layers of the coming sweep arrive. The consumer takes layers strictly in order, each exactly once per
+The thread reads the next layer whenever a slot is free, wrapping around from the last layer to the first: while
+drafting runs, the first layers of the coming sweep arrive. The consumer takes layers strictly in order, each exactly once per
 sweep. An error on the thread is raised at the next `layer` call; `abandon` makes an interrupted sweep start anew.
 """
 
@@ -133,9 +133,7 @@ class LayerStreamer:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not self._closed and (
-                    self._error is not None or self._filled - self._taken >= len(self._slots)
-                ):
+                while not self._closed and (self._error is not None or self._filled - self._taken >= len(self._slots)):
                     self._changed.wait()
                 if self._closed:
                     return
@@ -145,7 +143,9 @@ class LayerStreamer:
             except Exception as error:  # whatever it is, the consumer must hear of it instead of waiting for ever
                 with self._changed:
                     if restarts == self._restarts:
-                        self._error = error if isinstance(error, StreamError) else StreamError(f"reading failed: {error}")
+                        self._error = (
+                            error if isinstance(error, StreamError) else StreamError(f"reading failed: {error}")
+                        )
                         self._changed.notify_all()
                 continue
             with self._changed:
@@ -165,7 +165,9 @@ class LayerStreamer:
 class LayerBank:
     """All layers of the target: the first ones resident, the rest through the streamer. Counts what is consumed."""
 
-    def __init__(self, resident: Sequence[DecoderLayer], streamer: LayerStreamer | None, layer_bytes: Sequence[int]) -> None:
+    def __init__(
+        self, resident: Sequence[DecoderLayer], streamer: LayerStreamer | None, layer_bytes: Sequence[int]
+    ) -> None:
         self.resident = list(resident)
         self.streamer = streamer
         self.layer_bytes = tuple(layer_bytes)

@@ -59,7 +59,6 @@ class TextCodec:
         self._control_ids = frozenset(control.id for control in self._control.values())
         names = sorted(self._control, key=len, reverse=True)  # the longest match wins, as in the tokenizer
         self._pattern = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
-        self._guard_id = self._tokenizer.token_to_id(_GUARD)
         self._decoder = "null"
         if self._tokenizer.decoder is not None:
             self._decoder = bytes(self._tokenizer.decoder.__getstate__()).decode("utf-8")

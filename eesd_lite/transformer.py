@@ -31,12 +31,16 @@ class JoinedLinear:
         return torch.cat([part(x) for part in self.parts], dim=1)
 
 
-def bind_linear(module: str, layout: BlobLayout, views: Mapping[str, Tensor], kernels: KernelSet) -> GPTQLinear | JoinedLinear:
+def bind_linear(
+    module: str, layout: BlobLayout, views: Mapping[str, Tensor], kernels: KernelSet
+) -> GPTQLinear | JoinedLinear:
     """The linear `module` of a layer over views of its blob."""
     parts = []
     for part, kernel in layout.kernels:
         if part.rsplit(".", 1)[0] == module:
-            stored = {name.removeprefix(f"{part}."): view for name, view in views.items() if name.startswith(f"{part}.")}
+            stored = {
+                name.removeprefix(f"{part}."): view for name, view in views.items() if name.startswith(f"{part}.")
+            }
             parts.append(GPTQLinear(kernels.by_name(kernel), stored))
     assert parts, f"layout has no module {module}"
     return parts[0] if len(parts) == 1 else JoinedLinear(parts)
@@ -72,7 +76,7 @@ class DecoderLayer:
 
 
 class LayerSource(Protocol):
-    """Where layers come from. `sweep` borrows each layer in order; a streamed one is given back when the next is asked."""
+    """Where layers come from. Each is borrowed by `layer` and given back by `done`, in order."""
 
     def layer(self, index: int) -> DecoderLayer:
         """Layer `index`, ready to run: waits for it if it is streamed."""

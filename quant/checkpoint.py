@@ -67,7 +67,9 @@ class Checkpoint:
         qweight, scales = self.tensor(f"{module}.qweight"), self.tensor(f"{module}.scales")
         qzeros = self.tensor(f"{module}.qzeros")
         if qweight.dtype != torch.int32 or qweight.dim() != 2 or scales.dim() != 2 or qzeros.dim() != 2:
-            raise CheckpointError(f"{self.folder}: '{module}' has qweight {qweight.dtype} {tuple(qweight.shape)}, not GPTQ")
+            raise CheckpointError(
+                f"{self.folder}: '{module}' has qweight {qweight.dtype} {tuple(qweight.shape)}, not GPTQ"
+            )
         out_features, groups = qweight.shape[1], scales.shape[0]
         g_idx = self._group_index(module, in_features=qweight.shape[0] * 32 // bits, groups=groups)
         in_features = g_idx.shape[0]
@@ -91,7 +93,9 @@ class Checkpoint:
         if name in self.tensors:
             g_idx = self.tensor(name).to(torch.int64)
             if g_idx.dim() != 1 or not 0 <= in_features - g_idx.shape[0] < 8 or g_idx.numel() == 0:
-                raise CheckpointError(f"{self.folder}: '{name}' has shape {tuple(g_idx.shape)}, expected ({in_features},)")
+                raise CheckpointError(
+                    f"{self.folder}: '{name}' has shape {tuple(g_idx.shape)}, expected ({in_features},)"
+                )
             if int(g_idx.min()) < 0 or int(g_idx.max()) >= groups:
                 raise CheckpointError(f"{self.folder}: '{name}' points at group {int(g_idx.max())} of {groups}")
             return g_idx

@@ -71,7 +71,9 @@ def round_to_nearest(weight: Tensor, settings: GridSettings) -> QuantizedMatrix:
     for start in range(0, in_features, group):
         part = weight[:, start : start + group].to(torch.float32)
         scale, zero = find_grid(part, settings)
-        codes[:, start : start + group] = _encode(part, scale[:, None], zero[:, None], 2**settings.bits - 1).to(torch.uint8)
+        codes[:, start : start + group] = _encode(part, scale[:, None], zero[:, None], 2**settings.bits - 1).to(
+            torch.uint8
+        )
         scales.append(scale)
         zeros.append(zero)
     g_idx = torch.arange(in_features) // group
@@ -79,7 +81,7 @@ def round_to_nearest(weight: Tensor, settings: GridSettings) -> QuantizedMatrix:
 
 
 def inverse_factor(hessian: Tensor, damp_percent: float) -> Tensor:
-    """Upper Cholesky factor of the inverse of the damped `hessian` [in, in]; damping grows until it is positive definite."""
+    """Upper Cholesky factor of the inverse of the damped `hessian` [in, in]; damping grows until there is one."""
     damp = damp_percent * hessian.diagonal().mean()
     for _ in range(8):
         damped = hessian + damp * torch.eye(hessian.shape[0], dtype=hessian.dtype)

@@ -1,8 +1,8 @@
 """Interchangeable ways to multiply by one stored matrix, all row-invariant.
 
-A kernel is a stateless value: `refuses` says why it cannot take a matrix (None if it can), `pack` turns the exact matrix
-into the tensors that are stored, `matmul` multiplies by them. `Int4CpuKernel` and `Int4CudaKernel` are torch's own int4
-products; `DenseKernel` stores the dequantized matrix and serves 16-bit modules, odd shapes, and, in float32, as the oracle.
+A kernel is a stateless value: `refuses` says why it cannot take a matrix (None if it can), `pack` turns the exact
+matrix into the tensors that are stored, `matmul` multiplies by them. `Int4CpuKernel` and `Int4CudaKernel` are torch's
+own int4 products; `DenseKernel` stores the dequantized matrix: for 16-bit modules and odd shapes, and as the oracle.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ DenseProduct = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (x, weight, 
 class Kernel(Protocol):
     """How one matrix is stored and multiplied. `x` is [rows, in_features] in the compute dtype, contiguous."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def refuses(self, matrix: QuantizedMatrix) -> str | None:
         """Why this kernel cannot take `matrix`; None if it can."""
@@ -99,7 +100,7 @@ def _int4_input(x: Tensor, stored: Stored) -> Tensor:
 
 @dataclass(frozen=True)
 class Int4CpuKernel:
-    """`_weight_int4pack_mm_for_cpu`; bfloat16 is its fast type. Row-invariant as it is (tests/quant/test_kernels.py)."""
+    """`_weight_int4pack_mm_for_cpu`; bfloat16 is its fast type. Row-invariant as it is (see the tests)."""
 
     dtype: torch.dtype = torch.bfloat16
     name: str = "int4-cpu"

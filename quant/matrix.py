@@ -16,8 +16,8 @@ from torch import Tensor
 class QuantizedMatrix:
     """value[o, i] = (codes[o, i] - zeros[g, o]) * scales[g, o] with g = g_idx[i].
 
-    codes: uint8 [out_features, in_features]; scales: float32 [groups, out_features]; zeros: int32 [groups, out_features];
-    g_idx: int64 [in_features]; bias: float32 [out_features] or None.
+    codes: uint8 [out_features, in_features]; scales: float32 [groups, out_features]; zeros: int32 [groups,
+    out_features]; g_idx: int64 [in_features]; bias: float32 [out_features] or None.
     """
 
     codes: Tensor

@@ -81,7 +81,7 @@ class GPTQWriter:
         for number, names in enumerate(self._shards):
             final = "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
             (self.folder / f"shard-{number}.safetensors").rename(self.folder / final)
-            weight_map.update({name: final for name in names})
+            weight_map.update(dict.fromkeys(names, final))
         if count > 1:
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
             (self.folder / INDEX_NAME).write_text(json.dumps(index, indent=2))

@@ -58,7 +58,7 @@ def _baseline_row(name: str, figures: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _notes(report: dict[str, Any]) -> list[str]:
-    notes = []
+    notes = [f"{name}: {note}" for name, plan in report["plans"].items() for note in plan["notes"]]
     if disk := report["disk"]:
         notes.append(
             f"disk {disk['raw_bytes_per_second']['median'] / 1e6:.0f} MB/s raw ({disk['method']}), streamer "

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from eesd_lite.config import ModelConfig
+from eesd_lite.distill.settings import TrainSettings
 from eesd_lite.distill.state_cache import cache_bytes
 from eesd_lite.head_file import HeadShape
 
@@ -46,9 +47,7 @@ class Estimate:
 
 def layer_parameters(config: ModelConfig) -> int:
     shape = HeadShape.from_config(config)
-    return sum(
-        _product(size) for name, size in shape.tensor_shapes().items() if name.startswith("layer.")
-    )
+    return sum(_product(size) for name, size in shape.tensor_shapes().items() if name.startswith("layer."))
 
 
 def estimate(
@@ -57,18 +56,17 @@ def estimate(
     exits: int,
     tokens: int,
     seen_tokens: int,
-    kl_share_permille: int = 100,
-    vocabulary: int = 0,
-    batch_tokens: int = 4096,
+    settings: TrainSettings | None = None,
     own_text: bool = True,
     rates: Rates | None = None,
 ) -> Estimate:
     """`tokens` of text are cached once; each of `exits` heads trains on `seen_tokens` of them, with repetition."""
-    rates = rates or Rates()
+    settings, rates = settings or TrainSettings(), rates or Rates()
     shape = HeadShape.from_config(config)
     parameters = shape.parameter_count()
     hidden, vocab = config.hidden_size, config.vocab_size
-    sample = min(vocabulary, vocab) if vocabulary else vocab
+    sample = min(settings.vocabulary, vocab) if settings.vocabulary else vocab
+    kl_share_permille = round(1000 * settings.kl_share)
     target_operations = 2 * (config.num_hidden_layers * layer_parameters(config) + vocab * hidden)
     # Forward and backward of the head; two products and one backward through the (frozen) lm_head at KL positions.
     head_operations = 6 * parameters + 6 * sample * hidden * kl_share_permille // 1000
@@ -84,7 +82,7 @@ def estimate(
         states_bytes=states,
         checkpoint_bytes=checkpoint,
         disk_bytes=states + checkpoint * exits + head_file * exits,
-        memory_bytes=_memory(config, parameters, batch_tokens, sample),
+        memory_bytes=_memory(config, parameters, settings.batch_tokens, sample),
         text_seconds=tokens * target_operations // (rates.writing if own_text else rates.teacher),
         training_seconds=exits * (seen_tokens * head_operations + closed_form) // rates.training,
     )

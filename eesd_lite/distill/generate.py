@@ -21,11 +21,12 @@ from eesd_lite.progress import Progress, no_progress
 TOP_K = 50
 TEMPERATURE = 0.8
 MAX_QUESTION_TOKENS = 96
+LARGEST_BATCH = 256  # conversations in lock-step; more would not make matrix products any faster
 
 
 @dataclass(frozen=True)
 class Scaffold:
-    """Token ids of the chat template around the contents: `opening` user `to_answer` assistant `to_question` user ..."""
+    """Ids of the chat template around the contents: `opening` user `to_answer` assistant `to_question` user ..."""
 
     opening: tuple[int, ...]
     to_answer: tuple[int, ...]
@@ -43,7 +44,7 @@ def chat_scaffold(folder: Path, eos_token_ids: Sequence[int]) -> Scaffold:
     messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
     if tokenizer.chat_template is None:
         raise PromptError(f"{folder}: no chat template, so the model cannot write its own text; give --data FILE.jsonl")
-    rest = tokenizer.apply_chat_template(messages, tokenize=False)
+    rest = str(tokenizer.apply_chat_template(messages, tokenize=False))
     parts = []
     for mark in marks:
         if mark not in rest:
@@ -142,12 +143,16 @@ def batches(
 ) -> Iterator[Batch]:  # fmt: skip
     """Batches until `tokens` are reached, the first `skip` left out; every fourth answers greedily."""
     count = -(-tokens // (batch * length))
+
+    def report(number: int) -> Progress:
+        return lambda stage, done, total: progress(stage, number * total + done, count * total)
+
     for number in range(skip, count):
         greedy = number % 4 == 2 and number != count - 1  # the last batch is held out: sampled text only
         yield write_conversations(
             target, scaffold, batch=batch, length=length, seed=seed * 1_000_003 + number,
             answer_temperature=0.0 if greedy else TEMPERATURE, exit_layers=exit_layers,
-            progress=lambda stage, done, total, n=number: progress(stage, n * total + done, count * total),
+            progress=report(number),
         )  # fmt: skip
 
 
@@ -158,11 +163,11 @@ def generate_cache(
     exit_layers: Sequence[int],
     tokens: int,
     seed: int,
-    batch: int = 256,
     length: int = 384,
     progress: Progress = no_progress,
 ) -> None:
     """Write a state cache of about `tokens` positions; a cache that a kill left behind is continued, batch by batch."""
+    batch = min(LARGEST_BATCH, max(1, -(-tokens // length)))
     target = DenseTarget(folder, context=length)
     scaffold = chat_scaffold(folder, target.config.eos_token_ids)
     with open_writer(out_dir, target, exit_layers) as writer:

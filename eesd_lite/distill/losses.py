@@ -35,9 +35,7 @@ def frequent_ids(cache: StateCache, vocab_size: int, vocabulary: int) -> Tensor:
     return torch.from_numpy(np.argsort(-counts, kind="stable")[:keep].copy())
 
 
-def draw_vocabulary(
-    lm_head: Tensor, frequent: Tensor, vocabulary: int, generator: torch.Generator
-) -> VocabularySample:
+def draw_vocabulary(lm_head: Tensor, frequent: Tensor, vocabulary: int, generator: torch.Generator) -> VocabularySample:
     """`frequent` plus random others up to `vocabulary` tokens; 0 or too many: all of them."""
     size = lm_head.shape[0]
     if not 0 < vocabulary < size:

@@ -8,13 +8,12 @@ scale for both.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from eesd_lite.distill.train import TrainSettings
+from eesd_lite.distill.settings import TrainSettings
 
 
 class HeadOptimizer:

@@ -23,8 +23,9 @@ from eesd_lite.config import ModelConfig
 from eesd_lite.distill import texts
 from eesd_lite.distill.report import Quality
 from eesd_lite.distill.ridge import TargetParts, instant_head
+from eesd_lite.distill.settings import TrainSettings
 from eesd_lite.distill.state_cache import StateCache, cache_bytes
-from eesd_lite.distill.train import HeadTrainer, TrainResult, TrainSettings
+from eesd_lite.distill.train import HeadTrainer, TrainResult
 from eesd_lite.errors import PrepareError
 from eesd_lite.head_file import HeadShape, folder_fingerprint, save_head
 from eesd_lite.progress import Progress, no_progress
@@ -77,6 +78,8 @@ def train_heads(request: TrainRequest, progress: Progress = no_progress) -> list
         # Processes that wait for the main one to write the states may wait for hours.
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=2))],
     )
+    if not accelerator.is_main_process:
+        progress = no_progress
     folder = resolve_model(request.model, progress).folder
     config = ModelConfig.from_folder(folder)
     check_exit_layers(request.exit_layers, config)
@@ -103,7 +106,9 @@ def check_exit_layers(exit_layers: Sequence[int], config: ModelConfig) -> None:
         raise PrepareError(f"exit layers {list(exit_layers)}: name at least one, each once")
     for exit_layer in exit_layers:
         if not 0 < exit_layer < config.num_hidden_layers:
-            raise PrepareError(f"exit layer {exit_layer} is not possible; this model allows 1 to {config.num_hidden_layers - 1}")
+            raise PrepareError(
+                f"exit layer {exit_layer} is not possible; this model allows 1 to {config.num_hidden_layers - 1}"
+            )
 
 
 def write_states(

@@ -125,9 +125,7 @@ class StateCacheWriter:
         starts.astype("<i8").tofile(self._files["starts.bin"])
         for file in self._files.values():
             file.flush()
-        self.meta = replace(
-            self.meta, tokens=self.meta.tokens + total, sequences=self.meta.sequences + len(lengths)
-        )
+        self.meta = replace(self.meta, tokens=self.meta.tokens + total, sequences=self.meta.sequences + len(lengths))
         _write_meta(self.folder, self.meta)
 
     def close(self) -> None:

@@ -77,7 +77,7 @@ class DenseTarget:
         start: int = 0,
         exit_layers: Sequence[int] = (),
     ) -> tuple[dict[int, Tensor], Tensor]:
-        """States entering each exit layer {N: [batch, seq, hidden]} and the state after the last layer (before norm)."""
+        """States entering each exit layer {N: [batch, seq, hidden]}, and the state after the last (before norm)."""
         hidden = F.embedding(ids, self.embedding)
         states: dict[int, Tensor] = {}
         for index in range(self.config.num_hidden_layers):

