@@ -51,7 +51,7 @@ class DraftTree:
         return all(parent == node - 1 for node, parent in enumerate(self.parents))
 
     def rows(self, device: torch.device | str = "cpu") -> Rows:
-        """Rows of all nodes. A chain lies in the slots of its positions: plain rows give the same bits and cost less."""
+        """Rows of all nodes. A chain lies in the slots of its positions: plain rows give the same bits for less."""
         if self.is_chain:
             return Rows.chain(self.start, len(self.tokens), device)
         return Rows.tree(self.start, self.parents, device)

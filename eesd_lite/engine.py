@@ -1,8 +1,8 @@
 """The engine: one target, one conversation's cache, and `generate`, which every front end calls.
 
 Follow one token from `generate` downward: prefill, then rounds of draft, verify, accept, crop
-(`eesd_lite.speculative`), then `Emitter`. After every round, and however a generation ends, the cache is what a fresh prefill of the visible
-tokens would give. One sequence at a time; an engine belongs to one thread at a time.
+(`eesd_lite.speculative`), then `Emitter`. After every round, and however a generation ends, the cache is what a fresh
+prefill of the visible tokens would give. One sequence at a time; an engine belongs to one thread at a time.
 """
 
 from __future__ import annotations

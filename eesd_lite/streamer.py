@@ -1,8 +1,8 @@
 """Background fetching of offloaded layers into a small ring of buffers, in sweep order, without end.
 
 The thread reads the next layer whenever a slot is free, wrapping around from the last layer to the first: while
-drafting runs, the first layers of the coming sweep arrive. The consumer takes layers strictly in order, each exactly once per
-sweep. An error on the thread is raised at the next `layer` call; `abandon` makes an interrupted sweep start anew.
+drafting runs, the first layers of the coming sweep arrive. The consumer takes layers strictly in order, each exactly
+once per sweep. An error on the thread is raised at the next `layer` call; `abandon` makes an interrupted sweep start anew.
 """
 
 from __future__ import annotations

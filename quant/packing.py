@@ -1,8 +1,8 @@
 """Packing of b-bit integers into int32 words, as AutoGPTQ, GPTQModel and transformers store them.
 
 `qweight` packs along the input features: word r of a column holds rows r*32/b ... in ascending bits. `qzeros`
-packs along the output features in the same manner; version 1 files store the zero point minus one. Codes are handled here as
-uint8 [out_features, in_features]. Used by `quant.matrix` (reading) and `quant.writer` (writing).
+packs along the output features in the same manner; version 1 files store the zero point minus one. Codes are handled
+here as uint8 [out_features, in_features]. Used by `quant.matrix` (reading) and `quant.writer` (writing).
 """
 
 from __future__ import annotations
