@@ -190,7 +190,7 @@ def read_ids(path: Path, vocab_size: int) -> list[list[int]]:
         except ValueError as error:
             raise PromptError(f"{path}, line {number}: not JSON ({error})") from error
         ids = value.get("ids") if isinstance(value, dict) else value
-        if not isinstance(ids, list) or not all(isinstance(i, int) and 0 <= i < vocab_size for i in ids):
+        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < vocab_size for i in ids):
             raise PromptError(f"{path}, line {number}: expected a list of token ids from 0 to {vocab_size - 1}")
         sequences.append(ids)
     return sequences

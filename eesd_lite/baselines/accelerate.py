@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from eesd_lite.baselines.peer import PeerMissing, PeerSpec, python_for
-from eesd_lite.home import atomic_dir, home, require_free
+from eesd_lite.home import atomic_dir, home, locked, require_free
 from eesd_lite.progress import Progress
 from quant.checkpoint import Checkpoint
 
@@ -38,20 +38,21 @@ def sixteen_bit_copy(folder: Path, progress: Progress) -> Iterator[Path]:
 
     from eesd_lite.evaluate import transformers_model
 
-    progress("writing the 16-bit copy for accelerate", 0, 0)
     # Beside the engine's own blobs, so that both read the same disk.
     target = home() / "work" / f"bench-16bit-{folder.name}"
-    shutil.rmtree(target, ignore_errors=True)
-    model = transformers_model(folder, torch.bfloat16)
-    require_free(home(), sum(p.nbytes for p in model.parameters()), "the 16-bit copy for accelerate")
-    with atomic_dir(target) as partial:
-        # Small files: the system keeps cached pages in large pieces, and pieces shared with a resident layer stay.
-        model.save_pretrained(partial, max_shard_size="8MB")
-    del model
-    try:
-        yield target
-    finally:
+    with locked(target, progress):  # a second benchmark waits; what a killed one left is removed
         shutil.rmtree(target, ignore_errors=True)
+        progress("writing the 16-bit copy for accelerate", 0, 0)
+        model = transformers_model(folder, torch.bfloat16)
+        require_free(home(), sum(p.nbytes for p in model.parameters()), "the 16-bit copy for accelerate")
+        try:
+            with atomic_dir(target) as partial:
+                # Small files: the system keeps cached pages in large pieces; pieces shared with a resident layer stay.
+                model.save_pretrained(partial, max_shard_size="8MB")
+            del model
+            yield target
+        finally:
+            shutil.rmtree(target, ignore_errors=True)
 
 
 def check_installed() -> None:

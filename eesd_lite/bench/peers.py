@@ -15,6 +15,7 @@ from eesd_lite.baselines.peer import Peer, PeerMissing, PeerSpec
 from eesd_lite.bench.report import baseline_figures
 from eesd_lite.bench.settings import BenchSettings
 from eesd_lite.bench.turns import Results
+from eesd_lite.errors import PrepareError
 from eesd_lite.prepare import ModelSource
 from eesd_lite.progress import Progress
 
@@ -37,7 +38,7 @@ def open_peers(
         try:
             spec = _spec(name, taking_part, settings, source, eos=eos, progress=progress, stack=stack)
             taking_part.peers.append(stack.enter_context(Peer(spec)))
-        except PeerMissing as missing:
+        except (PeerMissing, PrepareError) as missing:  # not installed, or its model cannot be fetched
             taking_part.skipped[name] = str(missing)
             progress(f"baseline {name} skipped: {missing}", 1, 1)
 

@@ -1,4 +1,4 @@
-"""Peers: the protocol with their processes, what happens when they are missing or die, and the comparison's arithmetic."""
+"""Peers: the protocol with their processes, what happens when they are missing or die, the comparison's arithmetic."""
 
 from __future__ import annotations
 
