@@ -97,7 +97,7 @@ def train(model: str, *, out: Path | None, only_estimate: bool, **options: Any) 
     for report in reports:
         click.echo(
             f"{report.path}  agreement {report.quality.agreement:.3f} (closed form {report.start.agreement:.3f})  "
-            f"overlap {report.quality.overlap:.3f}  {report.minutes:.1f} min"
+            f"overlap {report.quality.overlap:.3f}  tau {report.tau:.2f}  {report.minutes:.1f} min"
         )
     click.echo(f"use one with: eesd-chat {model} --head {reports[0].path}", err=True)
 

@@ -186,7 +186,7 @@ def _entry_points(source: int) -> dict[str, Callable[[Any], Any]]:
 @functools.cache
 def compile_kernels() -> Kernels:
     """Compiles all kernels, or loads them from numba's disk cache."""
-    source = zlib.crc32(b"".join(Path(part.__file__).read_bytes() for part in (cpu_simd, cpu_attention)))
+    source = zlib.crc32(b"".join(Path(str(part.__file__)).read_bytes() for part in (cpu_simd, cpu_attention)))
     compiled = {name: _compile(entry) for name, entry in _entry_points(source).items()}
     return Kernels(**{name: function.address for name, function in compiled.items()})
 

@@ -234,8 +234,14 @@ def _is_stale(partial: Path) -> bool:
 
 
 def _sync(folder: Path) -> None:
-    """Flush files to the disk before the rename, so that a power cut cannot leave a complete name on empty files."""
+    """Flush files to the disk before the rename, so that a power cut cannot leave a complete name on empty files.
+
+    safetensors creates files that only their owner can read; they get what the folder got from the umask.
+    """
+    mode = folder.stat().st_mode & 0o666
     for path in [*folder.rglob("*"), folder]:
+        if path.is_file():
+            path.chmod(mode)
         if path.is_file() or (path.is_dir() and os.name == "posix"):
             descriptor = os.open(path, os.O_RDONLY)
             try:

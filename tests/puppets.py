@@ -168,7 +168,9 @@ def assert_caches_are_those_of(engine: Engine, ids: Sequence[int], found: list[T
     fresh = fresh_caches(engine, ids)
     assert len(found) == len(fresh)
     different = [n for n, (a, b) in enumerate(zip(found, fresh, strict=True)) if not torch.equal(a, b)]
-    assert not different, f"{len(different)} of {len(fresh)} tensors differ after {len(ids)} tokens, first {different[0]}"
+    assert not different, (
+        f"{len(different)} of {len(fresh)} tensors differ after {len(ids)} tokens, first {different[0]}"
+    )
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from accelerate.utils import InitProcessGroupKwargs
 
 from eesd_lite.config import ModelConfig
 from eesd_lite.distill import texts
+from eesd_lite.distill.real_tau import measure_tau
 from eesd_lite.distill.report import Quality
 from eesd_lite.distill.ridge import TargetParts, instant_head
 from eesd_lite.distill.settings import TrainSettings
@@ -62,6 +63,7 @@ class HeadReport:
     tokens: int
     minutes: float
     skipped: int
+    tau: float = 0.0  # of real decoding; 0 before it was measured
 
 
 def head_name(exit_layer: int) -> str:
@@ -95,6 +97,8 @@ def train_heads(request: TrainRequest, progress: Progress = no_progress) -> list
     reports = []
     for exit_layer in request.exit_layers:
         report = _one_head(request, exit_layer, cache, parts, config, accelerator, progress)
+        if accelerator.is_main_process:
+            report = replace(report, tau=round(measure_tau(folder, report.path, cache, progress), 3))
         reports.append(report)
     if accelerator.is_main_process:
         _write_report(Path(request.out), reports)

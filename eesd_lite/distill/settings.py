@@ -14,7 +14,7 @@ class TrainSettings:
     epochs: float = 4.0
     minutes: float | None = None
     steps: int | None = None
-    batch_tokens: int = 4096  # per process
+    batch_tokens: int = 2048  # per process; small batches gave more agreement per minute (docs/heads.md)
     window: int = 512  # longer sequences are cut
     learning_rate: float = 1e-3
     final_rate: float = 0.02  # of learning_rate, at the end of the cosine

@@ -142,6 +142,13 @@ def test_locks_of_folders_with_the_same_name_are_different(cache_home: Path, tmp
         assert len(list((cache_home / "locks").iterdir())) == 2
 
 
+def test_files_of_a_finished_folder_are_readable_like_the_folder(tmp_path: Path) -> None:
+    with atomic_dir(tmp_path / "model") as partial:
+        partial.chmod(0o755)
+        (partial / "weights").touch(mode=0o600)
+    assert (tmp_path / "model" / "weights").stat().st_mode & 0o777 == 0o644
+
+
 def make_entry(path: Path, size: int) -> None:
     path.mkdir(parents=True)
     (path / "file").write_bytes(b"x" * size)

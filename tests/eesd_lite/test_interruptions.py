@@ -147,7 +147,9 @@ def test_ctrl_c_while_waiting_for_the_disk_leaves_what_was_emitted(
 
 
 @pytest.mark.parametrize("read", [1, 2, 3, 4, 6, 7])
-def test_a_failing_read_surfaces_at_once_and_the_engine_goes_on(tiny_of: TinyOf, engine_of: EngineOf, read: int) -> None:
+def test_a_failing_read_surfaces_at_once_and_the_engine_goes_on(
+    tiny_of: TinyOf, engine_of: EngineOf, read: int
+) -> None:
     expected = plain_ids(engine_of(SPEC, **OFFLOADED), PROMPT, params())
     reader = WatchedReader(before=fail_at(read))
     with tiny_of(SPEC).engine(**OFFLOADED, controller="fixed:2", reader=reader) as engine:
