@@ -2,7 +2,8 @@
 
 The thread reads the next layer whenever a slot is free, wrapping around from the last layer to the first: while
 drafting runs, the first layers of the coming sweep arrive. The consumer takes layers strictly in order, each exactly
-once per sweep. An error on the thread is raised at the next `layer` call; `abandon` makes an interrupted sweep start anew.
+once per sweep. An error on the thread is raised at the next `layer` call; `abandon` makes an interrupted sweep start
+anew.
 """
 
 from __future__ import annotations
