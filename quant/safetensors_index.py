@@ -68,10 +68,14 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: the safetensors header is not an object; fetch the file again")
     header.pop("__metadata__", None)
-    return {name: _tensor_info(path, name, entry, 8 + length, size) for name, entry in header.items()}
+    found = {name: _tensor_info(path, name, entry, 8 + length) for name, entry in header.items()}
+    missing = max((info.end for info in found.values()), default=0) - size
+    if missing > 0:
+        raise CheckpointError(f"{path}: incomplete download, {missing} bytes are missing; fetch the file again")
+    return found
 
 
-def _tensor_info(path: Path, name: str, entry: Any, data_start: int, file_size: int) -> TensorInfo:
+def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
     try:
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         begin, end = entry["data_offsets"]
@@ -85,10 +89,6 @@ def _tensor_info(path: Path, name: str, entry: Any, data_start: int, file_size: 
         expected *= extent
     if end - begin != expected:
         raise CheckpointError(f"{path}: tensor '{name}' takes {end - begin} bytes where its shape needs {expected}")
-    if data_start + end > file_size:
-        raise CheckpointError(
-            f"{path}: incomplete download, {data_start + end - file_size} bytes are missing (tensor '{name}')"
-        )
     return TensorInfo(name, path, dtype, shape, data_start + begin, data_start + end)
 
 

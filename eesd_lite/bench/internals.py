@@ -19,6 +19,7 @@ from eesd_lite.params import SamplingParams
 
 CALIBRATION_DRAFTS = 8  # a round
 CALIBRATION_TOKENS = 48
+CALIBRATION_PROMPTS = 4
 
 
 class Stopwatch:
@@ -66,11 +67,11 @@ def set_rate(engine: Any, rate: float | None) -> None:
 
 
 def draft_step_seconds(engine: Any, prompts: Sequence[Sequence[int]], params: SamplingParams) -> float:
-    """Median over some rounds on each of the prompts."""
+    """Median over some rounds on each of the first prompts."""
     engine.set_controller(f"fixed:{CALIBRATION_DRAFTS}")  # anything but off, so that the engine drafts
     watch = engine.controller = Stopwatch(CALIBRATION_DRAFTS)
     short = replace(params, max_new_tokens=min(params.max_new_tokens, CALIBRATION_TOKENS), ignore_eos=True)
-    for ids in prompts:
+    for ids in prompts[:CALIBRATION_PROMPTS]:
         engine.reset()
         for _ in engine.generate(list(ids), short):
             pass

@@ -37,7 +37,6 @@ PLANS: dict[str, dict[str, Any]] = {
     "exit 2, layers from 2 on disk": {"head": "random", "exit_layer": 2, "resident_layers": 2},
     "exit 1, layers from 3 on disk": {"head": "random", "exit_layer": 1, "resident_layers": 3},
     "exit 4, layer 4 on disk": {"head": "random", "exit_layer": 4, "resident_layers": 4},
-    "exit 2, two threads": {"head": "random", "exit_layer": 2, "threads": 2},
     "all layers on disk": {"resident_layers": 0},
 }
 EngineOf = Callable[..., Engine]
@@ -80,6 +79,16 @@ def test_every_sampling_setting_gives_the_plain_ids(engine_of: EngineOf, setting
 def test_float32_gives_the_plain_ids_too(engine_of: EngineOf, plan: str, settings: str) -> None:
     engine = engine_of(SPEC, dtype="float32", **PLANS[plan])
     check_all_puppets(engine, params(**SETTINGS[settings], max_new_tokens=12), (1, 4))
+
+
+def test_two_threads_give_the_ids_of_one(engine_of: EngineOf) -> None:
+    options = PLANS["exit 2, layers from 2 on disk"]
+    expected = plain_ids(engine_of(SPEC, **options), PROMPT, params(max_new_tokens=6))
+    engine = engine_of(SPEC, threads=2, **options)
+    assert engine.target.ops.threads == 2  # type: ignore[attr-defined]
+    engine.set_controller("fixed:3")
+    with drafting(engine, right_for(2, PROMPT + expected, engine.config.vocab_size)):
+        assert ids_of(engine, PROMPT, params(max_new_tokens=6)) == expected
 
 
 @pytest.mark.parametrize(

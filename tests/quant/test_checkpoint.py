@@ -1,0 +1,281 @@
+"""Reading GPTQ folders of every kind that is around, and naming what is wrong with those that cannot be read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quant.checkpoint import Checkpoint
+from quant.config import read_quant_config
+from quant.errors import CheckpointError
+from tests.numpy_gptq import Drawn, draw, pack_bits
+
+MODULE = "model.layers.0.mlp.up_proj"
+SETTINGS = {"bits": 4, "group_size": 32, "desc_act": False, "sym": True, "quant_method": "gptq"}
+
+
+def write(folder: Path, drawn: Drawn, settings: dict[str, Any] | None = None, *, without: tuple[str, ...] = ()) -> Path:
+    folder.mkdir(exist_ok=True)
+    tensors = {f"{MODULE}.{n}": torch.from_numpy(a) for n, a in drawn.tensors.items() if n not in without}
+    save_file(tensors, folder / "model.safetensors")
+    settings = SETTINGS if settings is None else settings
+    (folder / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    return folder
+
+
+def add(folder: Path, **tensors: Tensor) -> None:
+    """Add or replace tensors of the module."""
+    present = load_file(folder / "model.safetensors")
+    save_file({**present, **{f"{MODULE}.{n}": t for n, t in tensors.items()}}, folder / "model.safetensors")
+
+
+def drawn_with(seed: int = 0, out: int = 24, inner: int = 64, **options: Any) -> Drawn:
+    return draw(np.random.default_rng(seed), out, inner, **options)
+
+
+@pytest.mark.parametrize("desc_act", [False, True])
+@pytest.mark.parametrize("group", [32, 64, -1])
+@pytest.mark.parametrize(("sym", "version"), [(True, 1), (False, 1), (False, 2)])
+def test_the_matrix_is_the_one_that_was_packed(
+    tmp_path: Path, sym: bool, version: int, group: int, desc_act: bool
+) -> None:
+    drawn = drawn_with(group=group, sym=sym, version=version, desc_act=desc_act)
+    layout = "gptq" if version == 1 else "gptq_v2"
+    settings = SETTINGS | {"group_size": group, "desc_act": desc_act, "sym": sym, "checkpoint_format": layout}
+    checkpoint = Checkpoint(write(tmp_path / "m", drawn, settings))
+    assert checkpoint.is_quantized(MODULE)
+    assert np.array_equal(checkpoint.dequantized(MODULE).numpy(), drawn.dequantized)
+    assert checkpoint.matrix(MODULE).bias is None
+
+
+@pytest.mark.parametrize("group", [32, -1])
+def test_an_absent_g_idx_means_the_natural_order(tmp_path: Path, group: int) -> None:
+    drawn = drawn_with(group=group)
+    folder = write(tmp_path / "m", drawn, SETTINGS | {"group_size": group}, without=("g_idx",))
+    assert np.array_equal(Checkpoint(folder).dequantized(MODULE).numpy(), drawn.dequantized)
+
+
+def test_the_tensors_win_over_a_wrong_group_size(tmp_path: Path) -> None:
+    drawn = drawn_with(group=32)
+    folder = write(tmp_path / "m", drawn, SETTINGS | {"group_size": 64}, without=("g_idx",))
+    assert np.array_equal(Checkpoint(folder).dequantized(MODULE).numpy(), drawn.dequantized)
+
+
+def test_act_order_without_g_idx_is_refused_by_name(tmp_path: Path) -> None:
+    folder = write(tmp_path / "m", drawn_with(desc_act=True), SETTINGS | {"desc_act": True}, without=("g_idx",))
+    with pytest.raises(CheckpointError, match="desc_act is true.*g_idx.*missing"):
+        Checkpoint(folder).matrix(MODULE)
+
+
+def test_a_partial_last_group_and_spare_zero_points_are_read_as_they_are(tmp_path: Path) -> None:
+    drawn = drawn_with(out=20, inner=72, group=32, sym=False)  # three groups, the last of 8; 4 spare fields of junk
+    assert drawn.tensors["scales"].shape == (3, 20) and drawn.tensors["qzeros"].shape == (3, 3)
+    folder = write(tmp_path / "m", drawn)
+    assert np.array_equal(Checkpoint(folder).dequantized(MODULE).numpy(), drawn.dequantized)
+
+
+def test_a_zero_point_of_15_in_version_1_means_16(tmp_path: Path) -> None:
+    drawn = drawn_with(out=16, inner=32, sym=False)
+    drawn.tensors["qzeros"] = pack_bits(np.full((16, 1), 15), 4).T.copy()
+    checkpoint = Checkpoint(write(tmp_path / "m", drawn, SETTINGS | {"sym": False}))
+    assert checkpoint.matrix(MODULE).zeros.unique().tolist() == [16]
+    assert checkpoint.quant_config is not None and "15 meaning 16" in checkpoint.quant_config.notes[0]
+
+
+def test_a_zero_bias_is_dropped_and_a_real_one_kept(tmp_path: Path) -> None:
+    folder = write(tmp_path / "m", drawn_with())
+    add(folder, bias=torch.zeros(24, dtype=torch.float16))
+    assert Checkpoint(folder).matrix(MODULE).bias is None
+    add(folder, bias=torch.arange(24, dtype=torch.float16))
+    bias = Checkpoint(folder).matrix(MODULE).bias
+    assert bias is not None and bias.dtype == torch.float32 and torch.equal(bias, torch.arange(24.0))
+
+
+def test_a_module_in_16_bit_is_read_as_it_is(tmp_path: Path) -> None:
+    folder = write(tmp_path / "m", drawn_with())
+    weight = torch.randn(4, 6).to(torch.float16)
+    save_file({"model.layers.1.mlp.up_proj.weight": weight}, folder / "model.safetensors")
+    checkpoint = Checkpoint(folder)
+    assert not checkpoint.is_quantized("model.layers.1.mlp.up_proj")
+    assert torch.equal(checkpoint.dequantized("model.layers.1.mlp.up_proj"), weight.float())
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"qweight": torch.zeros(8, 24)}, "not GPTQ"),
+        ({"scales": torch.zeros(2, 23)}, "do not belong together"),
+        ({"qzeros": torch.zeros(2, 4, dtype=torch.int32)}, "do not belong together"),
+        ({"g_idx": torch.zeros(40, dtype=torch.int32)}, "g_idx.*shape"),
+        ({"g_idx": torch.full((64,), 2, dtype=torch.int32)}, "points at group 2 of 2"),
+        ({"g_idx": torch.full((64,), -1, dtype=torch.int32)}, "points at group"),
+    ],
+    ids=["no integers", "scales too narrow", "zero points too wide", "g_idx too short", "no such group", "negative"],
+)
+def test_tensors_that_contradict_each_other_are_named(tmp_path: Path, tensors: dict[str, Tensor], message: str) -> None:
+    folder = write(tmp_path / "m", drawn_with())
+    add(folder, **tensors)
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint(folder).matrix(MODULE)
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    folder = write(tmp_path / "m", drawn_with(), without=("scales",))
+    with pytest.raises(CheckpointError, match=r"up_proj\.scales' is missing"):
+        Checkpoint(folder).matrix(MODULE)
+
+
+# Files: what a download may look like.
+
+
+def cut(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def pointer(folder: Path) -> None:
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
+
+
+def short(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"abc")
+
+
+def huge_header(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes((2**60).to_bytes(8, "little") + b"{}")
+
+
+def broken_header(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes((4).to_bytes(8, "little") + b"{{{{")
+
+
+def second_file(folder: Path) -> None:
+    (folder / "other.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+
+
+def only_a_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def index(folder: Path, weight_map: object) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut, "model.safetensors: incomplete download, 100 bytes are missing"),
+        (pointer, "model.safetensors: a Git LFS pointer"),
+        (short, "not a safetensors file or an incomplete download"),
+        (huge_header, "not a safetensors file or an incomplete download"),
+        (broken_header, "header is damaged"),
+        (second_file, "2 weight files and no model.safetensors.index.json"),
+        (only_a_pickle, "pytorch_model.bin is a pickle"),
+        (lambda folder: index(folder, {}), "no weight_map"),
+        (lambda folder: index(folder, {MODULE: "model-00002-of-00003.safetensors"}), "named by .* but missing"),
+        (lambda folder: index(folder, {MODULE: "../model.safetensors"}), "not a file name inside the folder"),
+        (lambda folder: index(folder, {MODULE: "/etc/passwd"}), "not a file name inside the folder"),
+        (lambda folder: index(folder, {MODULE: 7}), "not a file name inside the folder"),
+        (lambda folder: index(folder, {"no.such.tensor": "model.safetensors"}), "lacks tensor 'no.such.tensor'"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json: not readable as JSON"),
+    ],
+)
+def test_a_damaged_folder_is_refused_in_one_line_that_names_the_file(
+    tmp_path: Path, damage: Callable[[Path], object], message: str
+) -> None:
+    folder = write(tmp_path / "m", drawn_with())
+    damage(folder)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        Checkpoint(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_folder_at_all_is_said(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such folder"):
+        Checkpoint(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("key", ["dtype", "shape", "data_offsets"])
+@pytest.mark.parametrize("value", [None, "F99", [-1, 4], [1.5], 3])
+def test_a_damaged_header_entry_is_refused(tmp_path: Path, key: str, value: object) -> None:
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], key: value}
+    header = json.dumps({"x": entry}).encode()
+    folder = write(tmp_path / "m", drawn_with())
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(CheckpointError, match="tensor 'x'"):
+        Checkpoint(folder)
+
+
+def test_a_group_split_over_shards_is_found_through_the_index_and_decoys_are_not_read(tmp_path: Path) -> None:
+    drawn = drawn_with()
+    folder = write(tmp_path / "m", drawn)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    shards = {f"model-0000{n}-of-00007.safetensors": name for n, name in zip((1, 3, 5, 7), sorted(tensors), strict=True)}
+    for file, name in shards.items():
+        save_file({name: tensors[name]}, folder / file)
+    (folder / "decoy").mkdir()
+    (folder / "decoy" / "model.safetensors").write_text("decoy")
+    (folder / "unnamed.safetensors").write_text("not named by the index")
+    index(folder, {name: file for file, name in shards.items()})
+    assert np.array_equal(Checkpoint(folder).dequantized(MODULE).numpy(), drawn.dequantized)
+
+
+# Settings.
+
+
+def settings_folder(tmp_path: Path, inner: object = None, outer: object = None) -> Path:
+    config = {} if inner is None else {"quantization_config": inner}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if outer is not None:
+        (tmp_path / "quantize_config.json").write_text(json.dumps(outer))
+    return tmp_path
+
+
+def test_settings_come_from_either_file_and_missing_keys_have_defaults(tmp_path: Path) -> None:
+    assert read_quant_config(settings_folder(tmp_path)) is None
+    found = read_quant_config(settings_folder(tmp_path, {"bits": 4, "group_size": 64}))
+    assert found is not None and (found.group_size, found.desc_act, found.sym, found.version) == (64, False, True, 1)
+    found = read_quant_config(settings_folder(tmp_path, None, {"bits": 4, "desc_act": True}))
+    assert found is not None and (found.group_size, found.desc_act) == (128, True)
+
+
+def test_where_the_files_disagree_config_json_wins_and_it_is_said(tmp_path: Path) -> None:
+    same = {"bits": 4, "group_size": 32}
+    found = read_quant_config(settings_folder(tmp_path, same, same))
+    assert found is not None and found.notes == ()
+    found = read_quant_config(settings_folder(tmp_path, same, {"bits": 4, "group_size": 64, "desc_act": True}))
+    assert found is not None and (found.group_size, found.desc_act) == (32, True)
+    assert found.notes == ("group_size is 32 in config.json and 64 in quantize_config.json; config.json wins",)
+
+
+def test_synonyms_of_other_writers_are_understood(tmp_path: Path) -> None:
+    raw = {"w_bit": 4, "q_group_size": 32, "act_order": True, "format": "gptq_v2"}
+    found = read_quant_config(settings_folder(tmp_path, raw))
+    assert found is not None and (found.group_size, found.desc_act, found.version) == (32, True, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"bits": 3}, "3-bit checkpoint; only 4-bit"),
+        ({"bits": 8}, "8-bit checkpoint; only 4-bit"),
+        ({"bits": "4"}, "bits '4'"),
+        ({"bits": 4, "group_size": 0}, "group_size 0"),
+        ({"bits": 4, "group_size": "128"}, "group_size '128'"),
+        ({"bits": 4, "quant_method": "awq"}, "quant_method 'awq'"),
+        ({"bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        ([4], "not an object"),
+    ],
+)
+def test_settings_that_do_not_run_are_refused_with_the_reason(tmp_path: Path, settings: object, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read_quant_config(settings_folder(tmp_path, settings))
