@@ -8,7 +8,8 @@ prefill of the visible tokens would give. One sequence at a time; an engine belo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -75,6 +76,7 @@ class Engine:
         self.clock = time.perf_counter
         self._cached: list[int] = []  # tokens whose keys and values every cache holds
         self._closed = False
+        self._open: weakref.ref[Generator[TokenEvent, None, None]] | None = None
         self.set_controller(controller)
 
     @classmethod
@@ -141,8 +143,16 @@ class Engine:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the cached prefix."""
+        """Forget the cached prefix; ends a generation that is still open."""
+        self._end_open()
         self._cached = []
+
+    def _end_open(self) -> None:
+        """There is one cache: whoever begins anew ends an earlier generation, as if its iterator had been closed."""
+        earlier = self._open() if self._open is not None else None
+        if earlier is not None:
+            earlier.close()
+        self._open = None
 
     def close(self) -> None:
         """Stop background reading and close files. The engine cannot generate afterwards."""
@@ -164,11 +174,15 @@ class Engine:
         """Yield events for up to `params.max_new_tokens` tokens after `prompt` (text or ids).
 
         The longest prefix that the cache holds is not read again. Closing the iterator early, Ctrl-C included, leaves
-        the cache at what was emitted. Raises PromptError before anything runs, StreamError when reading fails.
+        the cache at what was emitted; so does beginning the next generation. Raises PromptError before anything runs,
+        StreamError when reading fails.
         """
         params = params if params is not None else SamplingParams()
         ids = self._check(prompt)
-        return self._run(ids, params)
+        self._end_open()
+        run = self._run(ids, params)
+        self._open = weakref.ref(run)
+        return run
 
     def _check(self, prompt: str | Sequence[int]) -> list[int]:
         if self._closed:
@@ -188,18 +202,18 @@ class Engine:
             )
         return ids
 
-    def _run(self, ids: list[int], params: SamplingParams) -> Iterator[TokenEvent]:
+    def _run(self, ids: list[int], params: SamplingParams) -> Generator[TokenEvent, None, None]:
         vocab_limit = self.text.vocab_size if self.text.vocab_size > 0 else None
         sampler = Sampler(params, self.config.vocab_size, vocab_limit)
         emitter = Emitter(params, self.text.eos_token_ids, self.text.stream())
         drafter = self._drafter(sampler)
-        stats, produced = self.stats, 0
-        emitted_before = 0
+        stats, before = self.stats, self.stats.snapshot()
+        produced = 0
         try:
             visible = list(ids)
             visible.append(self._prefill(ids, sampler, drafter))
             produced = 1
-            yield from self._emit(emitter, visible[-1], False)
+            yield from emitter.push(visible[-1], False)
             while not emitter.finished:
                 room = min(params.max_new_tokens - produced, self.plan.context - len(visible))
                 if room <= 0:
@@ -211,16 +225,16 @@ class Engine:
                 produced += len(tokens)
                 for place, token in enumerate(tokens):
                     if not emitter.finished:
-                        yield from self._emit(emitter, token, place < len(tokens) - 1)
+                        yield from emitter.push(token, place < len(tokens) - 1)
         finally:
-            stats.emitted += len(emitter.emitted_ids) - emitted_before
-            stats.prefill_emitted += min(1, len(emitter.emitted_ids))
-            stats.cut += max(produced - 1, 0) - max(len(emitter.emitted_ids) - 1, 0)
-            self._cached = self._cached[: len(ids) + len(emitter.emitted_ids)]
+            emitted = len(emitter.emitted_ids)
+            stats.emitted += emitted
+            stats.prefill_emitted += min(1, emitted)
+            # Counted from the rounds themselves, so that the sums close wherever an interruption struck.
+            done = stats.since(before)
+            stats.cut += done.accepted + done.rounds - max(emitted - 1, 0)
+            self._cached = self._cached[: len(ids) + emitted]
             self.target.bank.abandon()
-
-    def _emit(self, emitter: Emitter, token: int, drafted: bool) -> Iterator[TokenEvent]:
-        yield from emitter.push(token, drafted)
 
     def _drafter(self, sampler: Sampler) -> Drafter | None:
         if self.drafter_factory is None or self.controller_spec == "off":
@@ -244,7 +258,6 @@ class Engine:
         before = target.bank.streamed_bytes
         hidden = target.lower(target.embed(ids[shared:]), rows)
         if drafter is not None:
-            # The last token is left out: the first round proposes from it.
             keep_prefix(drafter, hidden, rows)
         hidden = target.upper(hidden, rows)
         logits = target.logits(hidden[-1:].contiguous())[0]

@@ -55,11 +55,7 @@ def choose_kernels(options: LoadOptions, progress: Progress = no_progress) -> tu
     """Operations and kernels for device and dtype; the choice is part of what makes ids reproducible."""
     if options.dtype not in DTYPES:
         raise EesdError(f"dtype must be bfloat16 or float32, not '{options.dtype}'")
-    device, dtype = torch.device(options.device), DTYPES[options.dtype]
-    if device.type not in ("cpu", "cuda"):
-        raise EesdError(f"device must be cpu or cuda, not '{options.device}'")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise EesdError("device cuda was asked for, but torch sees no CUDA device; use --device cpu")
+    device, dtype = _device(options.device), DTYPES[options.dtype]
     ops: Ops = TorchOps(dtype)
     if FusedCpuOps.supported(device, dtype) is None:
         FusedCpuOps.warm_up(progress)
@@ -71,6 +67,21 @@ def choose_kernels(options: LoadOptions, progress: Progress = no_progress) -> tu
         capable = torch.cuda.get_device_capability(device) >= (8, 0)
         return ops, KernelSet(Int4CudaKernel() if capable else None, dense)
     return ops, KernelSet(Int4CpuKernel(), dense)
+
+
+def _device(name: str) -> torch.device:
+    """The device of that name, if this machine has it."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise EesdError(f"device must be cpu or cuda, not '{name}'")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise EesdError("device cuda was asked for, but torch sees no CUDA device; use --device cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise EesdError(f"device {name} was asked for, but there are only {torch.cuda.device_count()} CUDA devices")
+    return device
 
 
 def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:

@@ -44,7 +44,7 @@ class KernelSet:
     @property
     def key(self) -> str:
         """Names everything that decides the packed bytes."""
-        return f"{self.int4.name if self.int4 else 'none'}+{self.dense.name}-{self.dense.dtype}"
+        return f"{self.int4.layout if self.int4 else 'none'}+{self.dense.layout}"
 
 
 def layer_tensors(checkpoint: Checkpoint, index: int, kernels: KernelSet) -> tuple[dict[str, Tensor], dict[str, str]]:

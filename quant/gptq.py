@@ -87,7 +87,10 @@ def inverse_factor(hessian: Tensor, damp_percent: float) -> Tensor:
         damped = hessian + damp * torch.eye(hessian.shape[0], dtype=hessian.dtype)
         factor, info = torch.linalg.cholesky_ex(damped)
         if info.item() == 0:
-            return torch.linalg.cholesky(torch.cholesky_inverse(factor), upper=True)
+            # Rounding may spoil the inverse of a nearly singular matrix, so it is checked too.
+            inverse_upper, info = torch.linalg.cholesky_ex(torch.cholesky_inverse(factor), upper=True)
+            if info.item() == 0:
+                return inverse_upper
         damp = damp * 10
     raise ArithmeticError(f"Hessian of size {hessian.shape[0]} is not positive definite even with damping {damp:.3g}")
 

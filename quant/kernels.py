@@ -29,6 +29,11 @@ class Kernel(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def layout(self) -> str:
+        """Names everything that decides the bytes that `pack` makes: stored bytes of another layout are of no use."""
+        ...
+
     def refuses(self, matrix: QuantizedMatrix) -> str | None:
         """Why this kernel cannot take `matrix`; None if it can."""
         ...
@@ -105,6 +110,11 @@ class Int4CpuKernel:
     dtype: torch.dtype = torch.bfloat16
     name: str = "int4-cpu"
 
+    @property
+    def layout(self) -> str:
+        # torch interleaves differently for AVX2, AVX-512 and neither: a cache folder may outlive a processor.
+        return f"{self.name}-{torch.backends.cpu.get_cpu_capability()}-torch-{torch.__version__}"
+
     def refuses(self, matrix: QuantizedMatrix) -> str | None:
         return _int4_reason(matrix, 16)
 
@@ -128,6 +138,10 @@ class Int4CudaKernel:
     dtype: torch.dtype = torch.bfloat16
     name: str = "int4-cuda"
     inner_k_tiles: int = 8
+
+    @property
+    def layout(self) -> str:
+        return f"{self.name}-{self.inner_k_tiles}-torch-{torch.__version__}"
 
     def refuses(self, matrix: QuantizedMatrix) -> str | None:
         if matrix.in_features % (16 * self.inner_k_tiles):
@@ -162,6 +176,10 @@ class DenseKernel:
     product: DenseProduct
     dtype: torch.dtype = torch.float32
     name: str = "dense"
+
+    @property
+    def layout(self) -> str:
+        return f"{self.name}-{self.dtype}"
 
     def refuses(self, matrix: QuantizedMatrix) -> str | None:
         return None

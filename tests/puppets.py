@@ -148,6 +148,8 @@ def fresh_caches(engine: Engine, ids: Sequence[int]) -> list[Tensor]:
     """
     engine.reset()
     engine.target.bank.abandon()
+    if not ids:
+        return caches(engine, 0)
     target, rows = engine.target, Rows.chain(0, len(ids))
     hidden = target.lower(target.embed(list(ids)), rows)
     if engine.head is not None:

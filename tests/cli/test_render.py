@@ -40,9 +40,10 @@ def test_errors_of_the_system_name_the_file() -> None:
     assert (result.exit_code, result.output) == (1, "eesd: error: No space left on device: /tmp/x\n")
 
 
-def test_ctrl_c_is_exit_code_130_without_a_word() -> None:
+def test_ctrl_c_is_exit_code_130_and_one_line() -> None:
     result = run(raising(KeyboardInterrupt()))
-    assert (result.exit_code, result.output) == (130, "")
+    assert result.exit_code == 130
+    assert result.output == "eesd: interrupted; nothing half-written is left, the same command goes on\n"
 
 
 def test_bugs_keep_their_traceback() -> None:
