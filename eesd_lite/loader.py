@@ -16,9 +16,10 @@ from eesd_lite.blob_reader import BlobReader
 from eesd_lite.cache import KVCache, kv_bytes_per_token
 from eesd_lite.config import ModelConfig
 from eesd_lite.cpu_ops import FusedCpuOps
+from eesd_lite.dense import layer_prefix
 from eesd_lite.errors import EesdError, HeadError, ModelError
 from eesd_lite.exit_head import ExitHead, head_bytes
-from eesd_lite.head_file import HeadTensors
+from eesd_lite.head_file import HeadShape, HeadTensors
 from eesd_lite.layer_blob import BlobLayout, page_buffer
 from eesd_lite.ops import Ops, TorchOps
 from eesd_lite.packed_store import PackedStore
@@ -85,17 +86,35 @@ def _device(name: str) -> torch.device:
 
 
 def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """The tensors outside the layers exist and have the shapes that config.json promises."""
-    for name, shape in ((EMBEDDING, (config.vocab_size, config.hidden_size)), (FINAL_NORM, (config.hidden_size,))):
-        found = checkpoint.info(name).shape
-        if found != shape:
-            raise ModelError(f"{checkpoint.folder}: '{name}' has shape {found}, config.json says {shape}")
+    """Every tensor that is needed exists and has the shape that config.json promises: headers only, in a moment."""
+    table = (config.vocab_size, config.hidden_size)
+    _check_shape(checkpoint, EMBEDDING, table)
+    _check_shape(checkpoint, FINAL_NORM, (config.hidden_size,))
+    if has_own_lm_head(checkpoint, config):
+        _check_shape(checkpoint, f"{LM_HEAD}.weight", table)
     layers = {
         int(n.split(".")[2]) for n in checkpoint.tensors if n.startswith("model.layers.") and n.split(".")[2].isdigit()
     }
     missing = sorted(set(range(config.num_hidden_layers)) - layers)
     if missing:
         raise ModelError(f"{checkpoint.folder}: layer {missing[0]} of {config.num_hidden_layers} has no tensors")
+    shapes = HeadShape.from_config(config).tensor_shapes()  # a head's layer has the shape of the target's
+    for index in range(config.num_hidden_layers):
+        for name, shape in shapes.items():
+            if name.startswith("layer."):
+                _check_shape(checkpoint, f"{layer_prefix(index)}.{name.removeprefix('layer.')}", shape)
+
+
+def _check_shape(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
+    """The tensor `name`, or the quantized matrix in its place, is there and fits; kernels trust what they are given."""
+    module = name.removesuffix(".weight")
+    if checkpoint.is_quantized(module):
+        bits = checkpoint.quant_config.bits if checkpoint.quant_config is not None else 4
+        name, shape = f"{module}.qweight", (-(-shape[1] * bits // 32), shape[0])
+        checkpoint.info(f"{module}.scales"), checkpoint.info(f"{module}.qzeros")
+    found = checkpoint.info(name).shape
+    if found != shape:
+        raise ModelError(f"{checkpoint.folder}: '{name}' has shape {found}, config.json says {shape}")
 
 
 def plan_for(

@@ -62,9 +62,7 @@ def open_store(
 
 
 def _write(folder: Path, checkpoint: Checkpoint, config: ModelConfig, kernels: KernelSet, progress: Progress) -> None:
-    total = sum(info.nbytes for name, info in checkpoint.tensors.items() if ".layers." in name)
-    # Packing adds at most the second number of every scale pair to what the checkpoint holds.
-    require_free(folder, total + total // 4, "the packed copy of the layers")
+    require_free(folder, _packed_bytes(checkpoint, kernels), "the packed copy of the layers")
     layouts = []
     with atomic_dir(folder) as partial:
         for index in range(config.num_hidden_layers):
@@ -77,6 +75,17 @@ def _write(folder: Path, checkpoint: Checkpoint, config: ModelConfig, kernels: K
             layouts.append(layout)
         manifest = {"format": FORMAT, "kernels": kernels.key, "layers": [layout.as_dict() for layout in layouts]}
         (partial / MANIFEST).write_text(json.dumps(manifest))
+
+
+def _packed_bytes(checkpoint: Checkpoint, kernels: KernelSet) -> int:
+    """About how many bytes the blobs will take, from the headers alone."""
+    total = 0
+    for name, info in checkpoint.tensors.items():
+        if ".layers." in name:
+            # Without an int4 kernel two codes, one byte, become two numbers of the dense type.
+            widened = kernels.int4 is None and name.endswith(".qweight")
+            total += info.nbytes * 2 * kernels.dense.dtype.itemsize if widened else info.nbytes
+    return total + total // 4  # the second number of every scale pair, and alignment
 
 
 def _read(folder: Path, config: ModelConfig) -> PackedStore:

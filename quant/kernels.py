@@ -17,6 +17,7 @@ from torch import Tensor
 from quant.matrix import QuantizedMatrix
 
 KERNEL_GROUPS = (256, 128, 64, 32)  # group sizes of torch's int4 products
+PACK_ROWS = 1024  # weight rows that are widened at a time; a multiple of every block (16 to 64) that torch interleaves
 CUDA_ROWS = 8  # CUDA products always see this many rows, so that one shape of launch serves any number of them
 
 Stored = Mapping[str, Tensor]
@@ -120,8 +121,11 @@ class Int4CpuKernel:
 
     def pack(self, matrix: QuantizedMatrix) -> dict[str, Tensor]:
         codes, stored = _pack_common(matrix, self.dtype)
-        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32).contiguous(), 1)
-        return {"packed": packed, **stored}
+        packed = [
+            torch.ops.aten._convert_weight_to_int4pack_for_cpu(rows.to(torch.int32).contiguous(), 1)
+            for rows in codes.split(PACK_ROWS)
+        ]
+        return {"packed": torch.cat(packed), **stored}
 
     def matmul(self, x: Tensor, stored: Stored) -> Tensor:
         scales = stored["scales_and_zeros"]

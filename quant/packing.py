@@ -31,9 +31,10 @@ def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
     """Unpack int32 `words` [w, m] along dim 0 into uint8 [count, m]; spare fields of the last word are ignored."""
     assert bits in SUPPORTED_BITS, bits
     per_word = 32 // bits
-    shifts = torch.arange(per_word, dtype=torch.int32).view(1, per_word, 1) * bits
-    fields = (words.unsqueeze(1) >> shifts) & ((1 << bits) - 1)  # mask after an arithmetic shift: sign bits fall away
-    return fields.reshape(words.shape[0] * per_word, words.shape[1])[:count].to(torch.uint8)
+    fields = torch.empty(words.shape[0], per_word, words.shape[1], dtype=torch.uint8)
+    for field in range(per_word):  # one at a time: all at once in int32 would take eight times the memory
+        fields[:, field] = (words >> field * bits) & ((1 << bits) - 1)  # the mask drops the sign bits of the shift
+    return fields.reshape(words.shape[0] * per_word, words.shape[1])[:count]
 
 
 def pack_qweight(codes: Tensor, bits: int) -> Tensor:

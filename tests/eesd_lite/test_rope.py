@@ -1,4 +1,4 @@
-"""Rotary tables equal transformers' own, bit for bit, and unknown kinds of scaling are refused."""
+"""Rotary tables equal transformers' own to the last bit, and unknown kinds of scaling are refused."""
 
 from __future__ import annotations
 

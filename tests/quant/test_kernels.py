@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quant import kernels
 from quant.kernels import DenseKernel, Int4CpuKernel, kernel_order, scales_and_zeros
 from quant.linear import GPTQLinear
 from quant.matrix import QuantizedMatrix, stack_rows
@@ -101,6 +102,14 @@ def test_the_number_of_threads_changes_no_bit() -> None:
         assert torch.equal(KERNEL.matmul(x, stored), one)
     finally:
         torch.set_num_threads(before)
+
+
+def test_packing_in_pieces_gives_the_bytes_of_packing_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory while packing stays small; torch's layout interleaves at most 64 rows, so pieces do not show."""
+    exact = matrix(3, 208, 128)
+    at_once = torch.ops.aten._convert_weight_to_int4pack_for_cpu(exact.codes.to(torch.int32), 1)
+    monkeypatch.setattr(kernels, "PACK_ROWS", 64)
+    assert torch.equal(KERNEL.pack(exact)["packed"], at_once)
 
 
 def test_matrices_that_share_their_order_may_be_stacked_into_one_product() -> None:
