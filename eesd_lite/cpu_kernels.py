@@ -39,8 +39,6 @@ from eesd_lite.cpu_simd import (
     word,
 )
 
-WEIGHT_BLOCK = 32  # weight rows that a thread takes at a time
-
 _ONE = np.float32(1)
 
 
@@ -100,17 +98,19 @@ def split_rows(a):  # type: ignore[no-untyped-def]
 
 @word
 def linear(a):  # type: ignore[no-untyped-def]
-    """0, 0, x (from split_rows), rows, weight, weight rows, width, bias or 0, out, 1 for a bfloat16 out, scratch.
+    """0, 0, x (from split_rows), rows, weight, weight rows, width, bias or 0, out, 1 for a bfloat16 out, scratch,
+    weight rows that a thread takes at a time (a multiple of 16).
 
     Scratch: 16 floats for each thread. Threads may run this together on one block of arguments.
     """
     x, rows, weight, weight_rows, width = load_int(a, 2), load_int(a, 3), load_int(a, 4), load_int(a, 5), load_int(a, 6)
+    block = load_int(a, 11)
     sums = load_int(a, 10) + 4 * LANES * take_ticket(a, 1)
     while True:
-        first = take_ticket(a, 0) * WEIGHT_BLOCK
+        first = take_ticket(a, 0) * block
         if first >= weight_rows:
             return 0
-        last = min(first + WEIGHT_BLOCK, weight_rows)
+        last = min(first + block, weight_rows)
         if rows == 1:
             for j in range(first, last, 16):
                 tile_1x16(x, 1, weight + 2 * j * width, last - j, width, sums)

@@ -20,6 +20,7 @@ from eesd_lite.ops import Rope
 from eesd_lite.progress import Progress, no_progress
 
 _SMALL_WORK = 300_000  # products below which waking the other threads costs more than it saves
+_WEIGHT_BLOCK = 128  # weight rows that a thread takes at a time: prefetching pays in long runs
 _MAX_ROW_BLOCK = 8  # query rows that share the widening of keys and values
 
 
@@ -168,12 +169,13 @@ class FusedCpuOps:
         split = torch.empty((count, width), dtype=torch.float32)
         small = count * weight_rows * width < _SMALL_WORK
         threads = 1 if small else self.threads
+        block = _WEIGHT_BLOCK if weight_rows >= 8 * threads * _WEIGHT_BLOCK else _WEIGHT_BLOCK // 4
         sums = torch.empty(threads * 16, dtype=torch.float32)
         arguments = array("q", (x.data_ptr(), split.data_ptr(), count, width))
         self._split_rows(arguments.buffer_info()[0])
         operands = (split.data_ptr(), count, weight.data_ptr(), weight_rows, width)
         added, narrow = 0 if bias is None else bias.data_ptr(), int(out.dtype is torch.bfloat16)
-        arguments = array("q", (0, 0, *operands, added, out.data_ptr(), narrow, sums.data_ptr()))
+        arguments = array("q", (0, 0, *operands, added, out.data_ptr(), narrow, sums.data_ptr(), block))
         self._run(self._linear, arguments.buffer_info()[0], threads, small)
         return out
 

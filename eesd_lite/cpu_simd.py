@@ -72,6 +72,14 @@ def _vwiden(builder: Any, address: Any, index: Any) -> tuple[Any, Any]:
     return builder.bitcast(even, _VF32), builder.bitcast(odd, _VF32)
 
 
+def _prefetch(builder: Any, address: Any, index: Any) -> None:
+    """Asks for a bfloat16 value's cache line in the second level cache; an address out of range does no harm."""
+    pointer = _at(builder, address, index, 16, ir.IntType(8))
+    kind = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
+    prefetch = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], kind)
+    builder.call(prefetch, [pointer, _I32(0), _I32(2), _I32(1)])  # for reading, second level, data
+
+
 def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
     name = f"llvm.fmuladd.{'f32' if a.type == _F32 else f'v{LANES}f32'}"
     kind = ir.FunctionType(a.type, [a.type] * 3)
@@ -236,7 +244,8 @@ def mix_block(builder: Any, weights: Any, values: Any, width: Any, mixed: Any) -
 
 def _dot_tile(rows: int, columns: int) -> Any:
     """sums[i * columns + j] = x[i] . weight[j] over whole pairs. Every blocking adds in the same order; rows and
-    columns beyond those left repeat the last one, and are not for use."""
+    columns beyond those left repeat the last one, and are not for use. The next weight rows are asked for while these
+    are in use: otherwise memory idles while several rows of x keep the processor busy."""
 
     @_native(_none(_i64, _i64, _i64, _i64, _i64, _i64))
     def tile(builder: Any, x: Any, x_left: Any, weight: Any, weight_left: Any, width: Any, sums: Any) -> None:
@@ -253,7 +262,9 @@ def _dot_tile(rows: int, columns: int) -> Any:
             evens = [_vload(builder, x, place) for place in places]
             odds = [_vload(builder, x, builder.add(place, _I64(LANES))) for place in places]
             for j, weight_start in enumerate(weight_starts):
-                even, odd = _vwiden(builder, weight, builder.add(start, weight_start))
+                place = builder.add(start, weight_start)
+                _prefetch(builder, weight, builder.add(place, builder.mul(width, _I64(columns))))
+                even, odd = _vwiden(builder, weight, place)
                 for i in range(rows):
                     total = totals[i * columns + j]
                     half = _multiply_add(builder, evens[i], even, builder.load(total))

@@ -166,6 +166,7 @@ def save_head(
     try:
         ready = {name: tensors[name].detach().to("cpu", torch.bfloat16).contiguous() for name in shape.tensor_shapes()}
         save_file(ready, str(temporary), metadata=metadata)
+        temporary.chmod(0o644)  # safetensors writes for the owner only; a shipped head is read by everyone
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

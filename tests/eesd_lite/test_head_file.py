@@ -1,3 +1,4 @@
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,6 +77,8 @@ def test_a_head_file_holds_only_the_heads_own_tensors_in_16_bit(tmp_path: Path) 
     parameters = HeadShape.from_config(CONFIG).parameter_count()
     assert 2 * parameters <= path.stat().st_size < 2 * parameters + 4096
     assert [p.name for p in tmp_path.iterdir()] == ["head.safetensors"]  # no temporary file is left
+    if os.name == "posix":
+        assert path.stat().st_mode & 0o444 == 0o444  # whoever uses an installed package may read it
 
 
 def test_a_head_of_other_shapes_is_refused_even_when_forced(tmp_path: Path) -> None:
