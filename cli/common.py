@@ -72,7 +72,8 @@ def reports_errors(function: Function) -> Function:
                 raise
             _complain(f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror))
         except KeyboardInterrupt:
-            click.echo(f"{program_name()}: interrupted; nothing half-written is left, the same command goes on", err=True)
+            words = "interrupted; nothing half-written is left, the same command goes on"
+            click.echo(f"{program_name()}: {words}", err=True)
             sys.exit(INTERRUPTED)
 
     return command  # type: ignore[return-value]

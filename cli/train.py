@@ -1,7 +1,7 @@
 """`eesd train`: exit heads for a model, taught by the model itself.
 
 Prints an estimate of time, memory and disk before the work starts. The same command continues after a kill. To spread
-it over processes: `accelerate launch --multi_gpu --num_processes 2 -m cli.main train MODEL ...` (also on CPUs, by gloo).
+it over processes, by gloo on CPUs: `accelerate launch --multi_gpu --num_processes 2 -m cli.main train MODEL ...`.
 """
 
 from __future__ import annotations

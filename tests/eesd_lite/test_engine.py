@@ -78,9 +78,7 @@ def test_the_account_of_tokens_closes_with_hand_counted_numbers(engine_of: Engin
     assert (stats.prompt_tokens, stats.prefilled_tokens) == (len(PROMPT), len(PROMPT))
 
 
-@pytest.mark.parametrize(
-    ("confidence", "threshold_lets"), [(0.999, True), (0.5, True), (0.3, False), (0.0, False)]
-)
+@pytest.mark.parametrize(("confidence", "threshold_lets"), [(0.999, True), (0.5, True), (0.3, False), (0.0, False)])
 def test_the_confidence_threshold_shows_in_drafted_not_in_the_text(
     engine_of: EngineOf, confidence: float, threshold_lets: bool
 ) -> None:

@@ -55,7 +55,9 @@ def test_off_means_none_whatever_lies_around(tiny: Tiny) -> None:
 def test_without_any_head_there_is_a_notice_and_no_error(tiny: Tiny) -> None:
     found = choose(tiny)
     assert found.head is None and found.exit_layer is None
-    assert "no exit head" in found.notices[0] and "--head instant" in found.notices[0] and "eesd train" in found.notices[0]
+    assert (
+        "no exit head" in found.notices[0] and "--head instant" in found.notices[0] and "eesd train" in found.notices[0]
+    )
 
 
 def test_asking_for_an_exit_layer_that_has_no_head_is_an_error(tiny: Tiny) -> None:

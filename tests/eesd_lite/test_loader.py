@@ -60,7 +60,9 @@ def logits_of(tiny: Tiny, **options: Any) -> Tensor:
 
 def test_zero_biases_and_stored_inv_freq_change_nothing(tiny: Tiny) -> None:
     before = logits_of(tiny)
-    names = [name.removesuffix(".qweight") for name in load_file(tiny.folder / "model.safetensors") if "qweight" in name]
+    names = [
+        name.removesuffix(".qweight") for name in load_file(tiny.folder / "model.safetensors") if "qweight" in name
+    ]
     zeros = {f"{name}.bias": torch.zeros(tiny.weights[f"{name}.weight"].shape[0]).half() for name in names}
     change(tiny, {**zeros, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.full((8,), 7.0)})
     assert torch.equal(logits_of(tiny), before)
@@ -81,7 +83,9 @@ def test_modules_of_different_kinds_stand_side_by_side(tiny: Tiny) -> None:
     plain = torch.from_numpy(rng.standard_normal((64, 96)) * 0.1).half()
     change(tiny, drop="model.layers.1.mlp.down_proj")
     put = {f"model.layers.0.mlp.gate_proj.{name}": torch.from_numpy(value) for name, value in other.tensors.items()}
-    put |= {f"model.layers.2.self_attn.q_proj.{name}": torch.from_numpy(value) for name, value in ordered.tensors.items()}
+    put |= {
+        f"model.layers.2.self_attn.q_proj.{name}": torch.from_numpy(value) for name, value in ordered.tensors.items()
+    }
     change(tiny, {**put, "model.layers.1.mlp.down_proj.weight": plain})
     expected = {
         "model.layers.0.mlp.gate_proj": torch.from_numpy(other.dequantized),

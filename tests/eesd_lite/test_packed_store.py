@@ -101,7 +101,9 @@ def test_the_folder_names_the_instruction_set_since_packed_bytes_depend_on_it() 
     )
     said: dict[str, set[str]] = {}
     for environment in (dict(os.environ), {**os.environ, "ATEN_CPU_CAPABILITY": "default"}):
-        done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+        )
         layout, bytes_ = done.stdout.split()
         said.setdefault(layout, set()).add(bytes_)
     assert all(len(bytes_) == 1 for bytes_ in said.values()), said

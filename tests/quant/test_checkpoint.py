@@ -219,7 +219,9 @@ def test_a_group_split_over_shards_is_found_through_the_index_and_decoys_are_not
     folder = write(tmp_path / "m", drawn)
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    shards = {f"model-0000{n}-of-00007.safetensors": name for n, name in zip((1, 3, 5, 7), sorted(tensors), strict=True)}
+    shards = {
+        f"model-0000{n}-of-00007.safetensors": name for n, name in zip((1, 3, 5, 7), sorted(tensors), strict=True)
+    }
     for file, name in shards.items():
         save_file({name: tensors[name]}, folder / file)
     (folder / "decoy").mkdir()
