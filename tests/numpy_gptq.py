@@ -13,7 +13,7 @@ Array = np.ndarray
 
 
 def pack_bits(values: Array, bits: int, *, junk: int = 0) -> Array:
-    """Values [n, m] below 2**bits -> int32 [ceil(n * bits / 32), m], low bits first; spare bits are taken from `junk`."""
+    """Values [n, m] below 2**bits -> int32 [ceil(n * bits / 32), m], low bits first; spare bits come from `junk`."""
     count, columns = values.shape
     words = -(-count * bits // 32)
     out = np.zeros((words, columns), dtype=np.uint64)

@@ -152,7 +152,7 @@ def _config(spec: TinySpec, vocab: int, end: int) -> dict[str, Any]:
 def _add_layer(
     rng: np.random.Generator, spec: TinySpec, prefix: str, stored: dict[str, Tensor], exact: dict[str, Tensor]
 ) -> None:
-    order = dict(group=spec.group, sym=spec.sym, desc_act=spec.desc_act, version=spec.version)
+    order = {"group": spec.group, "sym": spec.sym, "desc_act": spec.desc_act, "version": spec.version}
     for name, (rows, columns) in PROJECTIONS.items():
         out_features, in_features = spec.size(rows), spec.size(columns)
         # Queries and keys are larger, so that attention is sharp; the others keep the residual growing slowly.

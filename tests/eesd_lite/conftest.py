@@ -28,7 +28,7 @@ def tiny_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[TinySpec], Ti
 
 @pytest.fixture(scope="session")
 def engine_of(tiny_of: Callable[[TinySpec], Tiny]) -> Iterator[Callable[..., Engine]]:
-    """`engine_of(spec, **options)`: an engine with fresh counters and an empty cache, loaded once per set of options."""
+    """`engine_of(spec, **options)`: fresh counters and an empty cache, loaded once per set of options."""
     threads = torch.get_num_threads()
     opened: dict[str, Engine] = {}
 

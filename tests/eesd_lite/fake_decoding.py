@@ -78,7 +78,7 @@ def decode(
     skip: int = 0,
     growth: float = 0.0,
 ) -> Outcome:
-    """Emits `tokens` tokens; the first `skip` of them are not counted. `growth`: share by which costs grow in the end."""
+    """Emits `tokens` tokens; the first `skip` of them are not counted. `growth`: how much dearer the end is."""
     text, chance = FakeText(seed), random.Random(seed + 1)
     outcome = Outcome()
     position = 0

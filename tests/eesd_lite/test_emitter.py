@@ -1,4 +1,4 @@
-"""Text as it becomes certain: stop strings anywhere, held text, ends. An oracle that sees everything at once decides."""
+"""Text as it becomes certain: stop strings anywhere, held text, ends. The oracle sees everything at once."""
 
 from __future__ import annotations
 

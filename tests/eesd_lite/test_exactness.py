@@ -177,8 +177,9 @@ def test_another_process_gives_the_same_ids(engine_of: EngineOf, tiny_of: Callab
     tiny = tiny_of(SPEC)
     program = (
         "import sys; from eesd_lite import Engine, SamplingParams\n"
-        "engine = Engine.from_pretrained(sys.argv[1], head='random', exit_layer=1, context=128, controller='calibrated')\n"
-        f"print([e.token_id for e in engine.generate({PROMPT}, SamplingParams(**{settings})) if e.token_id is not None])"
+        "engine = Engine.from_pretrained(sys.argv[1], head='random', exit_layer=1, context=128)\n"
+        f"events = engine.generate({PROMPT}, SamplingParams(**{settings}))\n"
+        "print([event.token_id for event in events if event.token_id is not None])"
     )
     environment = {**os.environ, "EESD_HOME": str(tiny.home), "PYTHONHASHSEED": "77"}
     done = subprocess.run(

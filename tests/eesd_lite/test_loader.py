@@ -76,7 +76,7 @@ def test_a_model_without_biases_loads_the_same_from_memory_full_of_rubbish(tiny:
 
 
 def test_modules_of_different_kinds_stand_side_by_side(tiny: Tiny) -> None:
-    """What a module is follows from its tensors: another group size, 16 bit, act-order in one part of a fused product."""
+    """What a module is follows from its tensors: another group size, 16 bit, act-order in one part of a product."""
     rng = np.random.default_rng(5)
     other = draw(rng, 96, 64, group=64, spread=0.15)
     ordered = draw(rng, 64, 64, group=32, desc_act=True, spread=0.15)

@@ -1,4 +1,4 @@
-"""Packed layers on disk: written once and whole, found again, never confused with another model's or another kernel's."""
+"""Packed layers on disk: written once and whole, found again, never confused with another model's or kernel's."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from eesd_lite import SamplingParams, engine as engine_module
+from eesd_lite import SamplingParams
+from eesd_lite import engine as engine_module
 from eesd_lite.cache import Rows
 from eesd_lite.controller import Controller, make_controller
 from eesd_lite.draft_tree import DraftTree
