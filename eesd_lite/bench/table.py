@@ -66,7 +66,7 @@ def _notes(report: dict[str, Any]) -> list[str]:
             f"the {disk['plain_tokens_per_second_that_link_allows']:.1f} tokens/s that the link allows"
         )
     if throttle := report["throttle"]:
-        sweep = throttle["draft_steps_per_sweep"]
+        sweep = throttle.get("draft_steps_per_sweep")
         ratio = f", one sweep lasts {sweep:g} draft steps" if sweep else ""
         notes.append(f"simulated link: {throttle['bytes_per_second'] / 1e6:.1f} MB/s for everybody{ratio}")
     for name, figures in report["baselines"].items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +286,15 @@ def test_the_report_has_every_promised_key_and_is_json(tmp_path: Path) -> None:
     json.dumps(report, allow_nan=False)
     table = render({"model": {"name": "m"}, **report})
     assert "plain" in table and "calibrated" in table and "NO" not in table.split("\n", 1)[1]
+
+
+@pytest.mark.parametrize("throttle", ["50MB/s", "sweep=40"])
+def test_a_simulated_link_is_called_so_however_it_was_asked_for(tmp_path: Path, throttle: str) -> None:
+    blob = tmp_path / "blob"
+    blob.write_bytes(bytes(8192))
+    asked = replace(settings(), throttle=Throttle.parse(throttle))
+    report = measure(asked, course(), field_of(FakeEngine(honest, files=[blob])), no_progress)
+    assert "simulated link" in render({"model": {"name": "m"}, **report})
 
 
 def test_a_controller_that_changes_the_text_is_shown_as_not_identical() -> None:
