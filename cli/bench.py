@@ -55,7 +55,7 @@ _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_pena
 @click.option("--device-memory", type=Size(), help="Same memory for all: each contender plans for itself.")
 @click.option("--resident-layers", type=click.IntRange(min=0), help="Same split for all: so many layers in memory.")
 @click.option("--exit-layer", type=POSITIVE, help="Draft at this layer.  [default: the model's]")
-@click.option("--head", help='Exit head: a file, "random", or none given: the one that belongs to the model.')
+@click.option("--head", help='Exit head: a file, "instant" or "random".  [default: the one that belongs to the model]')
 @click.option(
     "--controllers",
     type=Names(),

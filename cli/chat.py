@@ -51,6 +51,7 @@ class ChatSettings:
     exit_layer: int | None = None
     controller: str = "calibrated"
     head: str | None = None
+    force_head: bool = False
     context: int | None = None
     threads: int | None = None
     template: str | None = None
@@ -70,6 +71,7 @@ def open_engine(settings: ChatSettings, progress: Progress) -> ChatEngine:
         resident_layers=settings.resident_layers,
         exit_layer=settings.exit_layer,
         head=settings.head,
+        force_head=settings.force_head,
         controller=settings.controller,
         context=settings.context,
         threads=settings.threads,
@@ -202,6 +204,7 @@ def make_command(open_engine: OpenEngine = open_engine) -> click.Command:
         help="How much to draft: calibrated, beta, fixed:K, hf or off.",
     )
     @click.option("--head", metavar="PATH|off|instant", help="Exit head file; instant: make one now.")
+    @click.option("--force-head", is_flag=True, help="Take a head made for another model (can only cost speed).")
     @click.option("--temperature", type=float, default=0.7, show_default=True, help="0 is greedy.")
     @click.option("--top-k", type=int, default=50, show_default=True, help="0: no limit.")
     @click.option("--top-p", type=float, default=1.0, show_default=True, help="1: no limit.")

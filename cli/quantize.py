@@ -52,9 +52,10 @@ def quantize(
     with display.showing(f"looking for {source}"):
         from eesd_lite.calibration import calibration_ids
         from eesd_lite.prepare import resolve_model
-        from eesd_lite.quantize import quantize_folder
+        from eesd_lite.quantize import quantize_folder, refuse_quantized
 
         folder = resolve_model(source, display).folder
+        refuse_quantized(folder)  # before minutes of calibration text
         rows: list[list[int]] = []
         if method == "gptq":
             data = None if calibration == "self" else Path(calibration)

@@ -26,5 +26,9 @@ def _start(module: str) -> int:
     if complaint is not None:
         sys.stderr.write(f"error: {complaint}\n")
         return 2
-    result = importlib.import_module(module).main()
+    try:
+        result = importlib.import_module(module).main()
+    except KeyboardInterrupt:  # while modules are imported; the programs themselves handle it afterwards
+        sys.stderr.write("interrupted\n")
+        return 130
     return int(result or 0)

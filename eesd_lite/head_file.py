@@ -192,7 +192,7 @@ def load_head(path: Path, config: ModelConfig, fingerprint: str | None = None, f
             if fingerprint is not None and theirs != fingerprint and not force:
                 raise HeadError(
                     f"{path}: made for another target (fingerprint {theirs[:12]}, this model is {fingerprint[:12]}); "
-                    "train one for this model, or force it (it can only cost speed)"
+                    "train one for this model, or take it all the same with --force-head (it can only cost speed)"
                 )
             tensors = {name: file.get_tensor(name).to(torch.bfloat16) for name in shape.tensor_shapes()}
             summary = json.loads(metadata.get("summary", "{}"))

@@ -101,7 +101,9 @@ def _read(folder: Path, config: ModelConfig) -> PackedStore:
         )
     for index, layout in enumerate(store.layouts):
         path = store.path(index)
-        size = path.stat().st_size if path.exists() else 0
+        if not path.exists():
+            raise PrepareError(f"{path}: missing; {hint}")
+        size = path.stat().st_size
         if size != layout.nbytes:
             raise PrepareError(f"{path}: {size} bytes, {layout.nbytes} expected; {hint}")
     return store

@@ -30,6 +30,7 @@ from eesd_lite.home import atomic_dir
 from eesd_lite.progress import Progress, no_progress
 from eesd_lite.rope import rope_tables
 from quant.checkpoint import Checkpoint
+from quant.config import read_quant_config
 from quant.gptq import GridSettings, gptq_quantize, round_to_nearest
 from quant.matrix import QuantizedMatrix
 from quant.writer import GPTQWriter
@@ -62,6 +63,7 @@ def quantize_folder(
     settings = GridSettings(bits=bits, group_size=group_size, sym=sym, desc_act=desc_act and method == "gptq")
     _check_settings(config, settings)
     batches = _batches(config, calibration) if method == "gptq" else []
+    refuse_quantized(src)
     checkpoint = Checkpoint(src)
     with atomic_dir(dst) as partial:
         writer = GPTQWriter(partial, checkpoint, settings)
@@ -79,6 +81,12 @@ def quantize_folder(
             hidden = [layer_forward(config, layer, batch, rope) for batch in hidden]
         writer.finish()
         progress("quantizing: done", config.num_hidden_layers, config.num_hidden_layers)
+
+
+def refuse_quantized(folder: Path) -> None:
+    """EesdError for a folder that holds a quantized model: quantizing twice only loses."""
+    if read_quant_config(folder) is not None:
+        raise EesdError(f"{folder} is quantized already; quantize the 16-bit model that it was made from")
 
 
 def _check_settings(config: ModelConfig, settings: GridSettings) -> None:

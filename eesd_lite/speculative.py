@@ -47,7 +47,7 @@ class HeadDrafter:
     def propose(self, state: Tensor, rows: Rows, *, position: int, history: Sequence[int]) -> Choice | None:
         """See `Drafter`."""
         logits = self._target.ops.logits(self._head.forward(state, rows), self._target.lm_head)[0]
-        if not bool(torch.isfinite(logits.max())):
+        if not bool(torch.isfinite(torch.stack(torch.aminmax(logits))).all()):
             return None  # a broken head proposes nothing; only the target's numbers may stop a run
         return self._sampler.choose(logits, position, history, with_confidence=True)
 

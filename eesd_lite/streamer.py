@@ -79,7 +79,9 @@ class LayerStreamer:
         self._store = store
         self._slots = tuple(slots)
         self._bind = bind
-        self._changed = threading.Condition()
+        # Entered directly, since Ctrl-C could strike inside Condition's own __enter__ and leave the lock taken for good.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._filled = 0  # layers read since the last restart; the next goes to slot filled % ring
         self._taken = 0  # layers that the consumer has finished with
         self._restarts = 0
@@ -92,7 +94,7 @@ class LayerStreamer:
         """The next layer of the sweep, which must be `index`; waits until it is there."""
         expected = self.layers[self._taken % len(self.layers)]
         assert index == expected, f"sweep is at layer {expected}, asked for {index}"
-        with self._changed:
+        with self._lock:
             while self._filled <= self._taken and self._error is None and not self._closed:
                 self._changed.wait()
             if self._error is not None:
@@ -108,15 +110,16 @@ class LayerStreamer:
         """Give the slot of layer `index` back."""
         assert index == self.layers[self._taken % len(self.layers)], index
         self._slots[self._taken % len(self._slots)].release()
-        with self._changed:
+        with self._lock:
             self._taken += 1
             self._changed.notify_all()
 
     def abandon(self) -> None:
         """Begin the next sweep at the first layer, wherever an interrupted one stopped."""
-        with self._changed:
+        with self._lock:
             if self._taken % len(self.layers) != 0:
                 self._restart()
+            self._changed.notify_all()  # `done` may have been interrupted before it said so
 
     def _restart(self) -> None:
         self._filled = self._taken = 0
@@ -125,7 +128,7 @@ class LayerStreamer:
 
     def close(self) -> None:
         """Stop the thread and close the files. Safe to call twice."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
         self._thread.join()
@@ -133,7 +136,7 @@ class LayerStreamer:
 
     def _run(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 while not self._closed and (self._error is not None or self._filled - self._taken >= len(self._slots)):
                     self._changed.wait()
                 if self._closed:
@@ -142,14 +145,14 @@ class LayerStreamer:
             try:
                 self._fill(number)
             except Exception as error:  # whatever it is, the consumer must hear of it instead of waiting for ever
-                with self._changed:
+                with self._lock:
                     if restarts == self._restarts:
                         self._error = (
                             error if isinstance(error, StreamError) else StreamError(f"reading failed: {error}")
                         )
                         self._changed.notify_all()
                 continue
-            with self._changed:
+            with self._lock:
                 if restarts == self._restarts:  # else the sweep was abandoned meanwhile: read again from its start
                     self._filled += 1
                     self._changed.notify_all()

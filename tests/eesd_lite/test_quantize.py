@@ -15,7 +15,7 @@ from torch import Tensor
 from eesd_lite import SamplingParams, quantize
 from eesd_lite.cache import Rows
 from eesd_lite.errors import EesdError
-from eesd_lite.quantize import quantize_folder
+from eesd_lite.quantize import quantize_folder, refuse_quantized
 from quant.checkpoint import Checkpoint
 from tests.puppets import ids_of
 from tests.tiny import Tiny, TinySpec, build
@@ -142,3 +142,10 @@ def test_a_folder_appears_whole_or_not_at_all(
     with pytest.raises(error):
         quantized(source, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_quantized_already_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "quantize_config.json").write_text('{"bits": 4, "group_size": 64}')
+    with pytest.raises(EesdError, match="is quantized already"):
+        refuse_quantized(tmp_path / "src")

@@ -281,17 +281,32 @@ def test_without_a_drafter_the_draft_is_the_current_token(engine_of: EngineOf) -
     assert found.tree.tokens == [65] and found.proposed_from == frozenset()
 
 
-def test_a_head_whose_numbers_are_broken_proposes_nothing(engine_of: EngineOf) -> None:
-    engine = engine_of(TinySpec(seed=5), head="random", exit_layer=2)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_head_whose_numbers_are_broken_proposes_nothing(
+    engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    engine = engine_of(SPEC, **EXIT2)
     params = SamplingParams(max_new_tokens=8, ignore_eos=True)
     expected = plain_ids(engine, PREFIX, params)
     assert engine.head is not None
-    kept = engine.head._norm.clone()
+    original = engine.target.ops.logits
+    drafting_logits: list[int] = []
+
+    def broken(x: Tensor, lm_head: Tensor) -> Tensor:
+        logits = original(x, lm_head)
+        if drafting_logits:
+            logits[0, 3] = value
+        return logits
+
+    forward = engine.head.forward
+    monkeypatch.setattr(engine.head, "forward", lambda *a: drafting_logits.append(1) or forward(*a))
+    monkeypatch.setattr(
+        engine.target,
+        "logits",
+        lambda hidden: drafting_logits.clear() or type(engine.target).logits(engine.target, hidden),
+    )
+    monkeypatch.setattr(engine.target.ops, "logits", broken)
     engine.set_controller("fixed:4")
     before = engine.stats.snapshot()
-    try:
-        engine.head._norm.fill_(float("nan"))
-        assert ids_of(engine, PREFIX, params) == expected
-    finally:
-        engine.head._norm.copy_(kept)
+    assert ids_of(engine, PREFIX, params) == expected
     assert engine.stats.since(before).drafted == 0
