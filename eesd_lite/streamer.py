@@ -79,7 +79,7 @@ class LayerStreamer:
         self._store = store
         self._slots = tuple(slots)
         self._bind = bind
-        # Entered directly, since Ctrl-C could strike inside Condition's own __enter__ and leave the lock taken for good.
+        # Entered directly: Ctrl-C could strike inside Condition.__enter__ and leave the lock taken for good.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._filled = 0  # layers read since the last restart; the next goes to slot filled % ring
