@@ -147,7 +147,7 @@ def remove_a_blob(folder: Path) -> None:
         (wrong_offsets, "manifest.json: damaged"),
         (lose_a_layer, "2 packed layers, the model has 3"),
         (cut_a_blob, "layer-001.bin: .* bytes, .* expected"),
-        (remove_a_blob, "layer-002.bin: 0 bytes"),
+        (remove_a_blob, "layer-002.bin: missing"),
     ],
 )
 def test_a_damaged_folder_is_named_with_the_command_that_removes_it(
