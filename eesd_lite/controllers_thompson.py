@@ -24,7 +24,9 @@ _KEEP_OFF = 0.998  # per round without drafting: what was believed when drafting
 _MARGINAL_WEIGHT = 8.0  # in observations: how strongly the next level is guessed from all levels, not from the last
 _LEAST_START = 0.03  # tokens that a draft must promise: measured times are not exact enough for less
 _LEAST_MORE = 0.005  # tokens that going on must promise
-_PLAIN_ROUNDS = 2  # measured before the first draft: without them nobody knows what a plain round costs
+_RAMP_FACTOR = 4
+_RAMP_STEP = 1
+_SECOND_PLAIN = 8
 _EXPLORE_SHARE = 0.01  # of the time may be lost to drafting against the mean belief ...
 _EXPLORE_GRANT = 4.0  # ... and so many plain rounds at the start, and at most
 _EXPLORE_MOST = 10.0  # so many saved up
@@ -64,9 +66,9 @@ class ThompsonController:
         self._path = []
         self._reach = 1.0
         self._exploring = False
-        enough = costs.seen(0) >= _PLAIN_ROUNDS or costs.longest_seen() > 0
-        # Never more than about twice the longest draft whose time is known: the first rounds should not be the dearest.
-        self._cap = min(limit, 2 * costs.longest_seen() + 1) if enough else 0
+        plain = costs.seen(0)
+        enough = plain > 1 or costs.rounds < _SECOND_PLAIN and plain > 0
+        self._cap = min(limit, _RAMP_FACTOR * costs.longest_seen() + _RAMP_STEP) if enough else 0
         if self._cap <= 0:
             return
         self._rate = costs.throughput()
