@@ -1,7 +1,7 @@
 """One test, or a few, for every invariant of the design, named after it. Losslessness itself is in test_exactness.py.
 
-The invariants are listed in docs/exactness.md. Counters sit on layers, lm_head and reader, so that "never" and
-"exactly once" are counted and not timed.
+docs/exactness.md lists them. Counters sit on layers, lm_head and reader, so that "never" and "exactly once" are counted
+and not timed.
 """
 
 from __future__ import annotations

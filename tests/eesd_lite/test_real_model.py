@@ -137,8 +137,7 @@ def test_float32_logits_are_those_of_transformers(open_engine: Callable[..., Eng
         ids = prompts(engine)[2]
         found, expected = forward(engine, ids), reference_logits(reference, ids)
     errors = (found - expected).norm(dim=1) / expected.norm(dim=1)
-    # Rounding alone, through 30 layers with a few very large activations.
-    assert errors.max() <= 1e-4 and errors.median() <= 1e-5, (errors.max(), errors.median())
+    assert errors.max() <= 1e-5, errors.max()  # rounding alone through 30 layers: 5e-6 was measured
 
 
 def test_the_bfloat16_text_is_that_of_transformers_wherever_rounding_cannot_decide(
@@ -165,6 +164,7 @@ def test_the_bfloat16_text_is_that_of_transformers_wherever_rounding_cannot_deci
                 if best - second > 2 * error:
                     decided += 1
                     assert int(exact[place].argmax()) == token, f"position {place}"
+    # Measured: 106 of 128 positions decided, all 128 equal, median error 1.1 %.
     assert decided >= 0.5 * total, f"rounding could have decided {total - decided} of {total} positions"
     assert agreed >= 0.9 * total, f"{agreed} of {total}"
     assert sorted(errors)[len(errors) // 2] < 0.03, "bfloat16 is further from float32 than rounding explains"
