@@ -24,9 +24,8 @@ _KEEP_OFF = 0.998  # per round without drafting: what was believed when drafting
 _MARGINAL_WEIGHT = 8.0  # in observations: how strongly the next level is guessed from all levels, not from the last
 _LEAST_START = 0.03  # tokens that a draft must promise: measured times are not exact enough for less
 _LEAST_MORE = 0.005  # tokens that going on must promise
-_RAMP_FACTOR = 4
-_RAMP_STEP = 1
-_SECOND_PLAIN = 8
+_LONE_PLAIN = 0.7  # a single plain round may have been a hiccup: it counts as this much of its time
+_RAMP = 4  # a draft may be so many times as long as the longest whose time is known, plus one
 _EXPLORE_SHARE = 0.01  # of the time may be lost to drafting against the mean belief ...
 _EXPLORE_GRANT = 4.0  # ... and so many plain rounds at the start, and at most
 _EXPLORE_MOST = 10.0  # so many saved up
@@ -66,13 +65,13 @@ class ThompsonController:
         self._path = []
         self._reach = 1.0
         self._exploring = False
-        plain = costs.seen(0)
-        enough = plain > 1 or costs.rounds < _SECOND_PLAIN and plain > 0
-        self._cap = min(limit, _RAMP_FACTOR * costs.longest_seen() + _RAMP_STEP) if enough else 0
-        if self._cap <= 0:
+        self._cap = min(limit, _RAMP * costs.longest_seen() + 1)
+        if self._cap <= 0:  # the first round is plain: what a draft costs is known only against it
             return
         self._rate = costs.throughput()
         self._curve = costs.curve(limit)
+        if costs.seen(0) == 1:
+            self._curve = [_LONE_PLAIN * self._curve[0], *self._curve[1:]]
         draw = self._random.betavariate
         self._draw = [draw(a, b) for a, b in self._posterior()]
         self._later = self._mixture(self._seen, self._draw)

@@ -23,7 +23,7 @@ class RoundCosts:
     """Seconds of a round with k drafted tokens, and tokens per second of late."""
 
     def __init__(self) -> None:
-        self.rounds = 0
+        self._round = 0
         self._windows: dict[int, deque[float]] = {}
         self._ordered: dict[int, list[float]] = {}  # each window's values, sorted
         self._medians: dict[int, float] = {}
@@ -35,7 +35,7 @@ class RoundCosts:
     def observe(self, k: int, seconds: float, emitted: int) -> None:
         """One whole round: k drafted tokens, its seconds, and the tokens that it emitted (accepted plus one)."""
         seconds = max(seconds, 1e-9)  # clocks have steps
-        self.rounds += 1
+        self._round += 1
         window = self._windows.get(k)
         if window is None:
             window = self._windows[k] = deque()
@@ -47,7 +47,7 @@ class RoundCosts:
         insort(ordered, seconds)
         # Two samples cannot outvote each other: the smaller is the one that no hiccup lengthened.
         self._medians[k] = ordered[len(ordered) // 2] if len(ordered) > 2 else ordered[0]
-        self._last_round[k] = self.rounds
+        self._last_round[k] = self._round
         self._tokens = _RATE_KEEP * self._tokens + emitted
         self._seconds = _RATE_KEEP * self._seconds + min(seconds, _OUTLIER * self._medians[k])
         self._curve = []
@@ -76,7 +76,7 @@ class RoundCosts:
         return self._curve
 
     def _drop_old(self) -> None:
-        for k in [k for k, last in self._last_round.items() if self.rounds - last > _FORGET_ROUNDS]:
+        for k in [k for k, last in self._last_round.items() if self._round - last > _FORGET_ROUNDS]:
             del self._windows[k], self._ordered[k], self._medians[k], self._last_round[k]
 
     def _isotonic(self) -> list[tuple[int, float]]:
@@ -84,7 +84,7 @@ class RoundCosts:
         pools: list[tuple[float, float, list[int]]] = []  # mean, weight, lengths
         for k in sorted(self._medians):
             mean = self._medians[k]
-            weight = len(self._windows[k]) * 0.5 ** ((self.rounds - self._last_round[k]) / _HALF_LIFE)
+            weight = len(self._windows[k]) * 0.5 ** ((self._round - self._last_round[k]) / _HALF_LIFE)
             lengths = [k]
             while pools and pools[-1][0] >= mean:
                 before, before_weight, before_lengths = pools.pop()
