@@ -29,7 +29,6 @@ from eesd_lite.loader import (
     default_context,
     load_head,
     load_target,
-    model_label,
     plan_for,
 )
 from eesd_lite.packed_store import open_store
@@ -133,7 +132,7 @@ class Engine:
             bound = load_head(target, chosen.head, kernels)
         return cls(
             target, text, plan, head=bound, controller=controller, draft_limit=draft_limit,
-            name=model_label(source.folder, source.name), notices=(*chosen.notices, *plan.notes),
+            name=source.name, notices=(*chosen.notices, *plan.notes),
         )  # fmt: skip
 
     def set_controller(self, spec: str) -> None:

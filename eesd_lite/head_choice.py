@@ -30,6 +30,11 @@ class ChosenHead:
     notices: tuple[str, ...] = ()
 
 
+def heads_folder(model_name: str) -> Path:
+    """Where heads that were made on this machine are kept for a model."""
+    return home() / "heads" / model_name.replace("/", "--")
+
+
 def available_heads(source: ModelSource) -> dict[int, Path]:
     """Heads that belong to a model, by exit layer: shipped ones, then those made here, then those in its folder."""
     found: dict[int, Path] = {}
@@ -38,7 +43,7 @@ def available_heads(source: ModelSource) -> dict[int, Path]:
             path = source.recipe.head(shipped.exit_layer)
             if path is not None:
                 found[shipped.exit_layer] = path
-    for folder in (home() / "heads" / source.name.replace("/", "--"), source.folder / HEADS_FOLDER):
+    for folder in (heads_folder(source.name), source.folder / HEADS_FOLDER):
         for path in sorted(folder.glob("*.safetensors")) if folder.is_dir() else []:
             exit_layer = read_exit_layer(path)
             if exit_layer is not None:

@@ -7,7 +7,6 @@ one layer. Called once by `Engine.from_pretrained`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -241,8 +240,3 @@ def default_context(config: ModelConfig, asked: int | None) -> int:
     if not 8 <= asked <= longest:
         raise EesdError(f"context must be from 8 to {longest} for this model, not {asked}")
     return asked
-
-
-def model_label(folder: Path, name: str | None) -> str:
-    """How reports call the model."""
-    return name or folder.resolve().name

@@ -1,13 +1,11 @@
 """The target model as the speculative loop sees it: embed, layers below the exit, layers from the exit on, logits.
 
 Holds what is resident whatever the plan (embedding, final norm, lm_head, rotary tables, KV cache) and borrows layers
-from a `LayerBank`. `offloaded` attributes every byte of an offloaded layer to the phase that asked for it.
+from a `LayerBank`, which counts every byte of an offloaded layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -62,13 +60,3 @@ class Target:
         normed = self.ops.rms_norm(hidden, self.norm, self.config.rms_norm_eps)
         parts = [self.ops.logits(part.contiguous(), self.lm_head) for part in normed.split(LOGITS_ROWS)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-@contextmanager
-def offloaded(bank: LayerBank, counter: list[int]) -> Iterator[None]:
-    """Append to `counter` how many bytes of offloaded layers the block consumed."""
-    before = bank.streamed_bytes
-    try:
-        yield
-    finally:
-        counter.append(bank.streamed_bytes - before)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from eesd_lite.dense import rotate
 from eesd_lite.head_file import HeadShape
 
 
@@ -141,7 +142,7 @@ class ExitHead(nn.Module):
             rows = x.index_select(0, packing.to_grid.flatten())
             return rows.view(batch, seq, -1, shape.head_dim).transpose(1, 2)
 
-        query, key = _rotate(heads(attention.q_proj), cos, sin), _rotate(heads(attention.k_proj), cos, sin)
+        query, key = rotate(heads(attention.q_proj), cos, sin), rotate(heads(attention.k_proj), cos, sin)
         # Causal and right-padded: a real position never sees padding, so no mask is needed.
         mixed = F.scaled_dot_product_attention(
             grid(query),
@@ -152,8 +153,3 @@ class ExitHead(nn.Module):
         )
         flat = mixed.transpose(1, 2).reshape(-1, shape.num_attention_heads * shape.head_dim)
         return self._product(flat.index_select(0, packing.from_grid), attention.o_proj)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -9,16 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from eesd_lite.distill.run import TrainRequest, head_name, train_heads
+from eesd_lite.head_choice import heads_folder
 from eesd_lite.home import atomic_dir, home, locked
 from eesd_lite.prepare import ModelSource
 from eesd_lite.progress import Progress, no_progress
 
 INSTANT_TOKENS = 24_576
-
-
-def heads_folder(model_name: str) -> Path:
-    """Where heads that were made on this machine are kept for a model."""
-    return home() / "heads" / model_name.replace("/", "--")
 
 
 def make_instant_head(source: ModelSource, exit_layer: int, progress: Progress = no_progress) -> Path:

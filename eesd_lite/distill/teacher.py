@@ -20,13 +20,10 @@ from eesd_lite.dense import BatchKV, DenseLayer, layer_forward, read_dense_layer
 from eesd_lite.distill.state_cache import StateCacheWriter
 from eesd_lite.errors import PromptError
 from eesd_lite.head_file import folder_fingerprint
+from eesd_lite.loader import EMBEDDING, FINAL_NORM, LM_HEAD, has_own_lm_head
 from eesd_lite.progress import Progress, no_progress
 from eesd_lite.rope import rope_tables
 from quant.checkpoint import Checkpoint
-
-LM_HEAD = "lm_head"
-EMBEDDING = "model.embed_tokens.weight"
-FINAL_NORM = "model.norm.weight"
 
 
 class DenseTarget:
@@ -46,9 +43,8 @@ class DenseTarget:
         self.rope = rope_tables(self.config, context)
         self.embedding = self.checkpoint.tensor(EMBEDDING).to(dtype)
         self.norm = self.checkpoint.tensor(FINAL_NORM).to(dtype)
-        tied = self.config.tie_word_embeddings or f"{LM_HEAD}.weight" not in self.checkpoint
-        quantized = self.checkpoint.is_quantized(LM_HEAD)
-        self.lm_head = self.checkpoint.dequantized(LM_HEAD).to(dtype) if quantized or not tied else self.embedding
+        own = has_own_lm_head(self.checkpoint, self.config)  # the engine's rule: a head must learn what it will feed
+        self.lm_head = self.checkpoint.dequantized(LM_HEAD).to(dtype) if own else self.embedding
         self._kept: dict[int, DenseLayer] = {}
         self._budget = layer_budget
 
