@@ -9,11 +9,12 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from eesd_lite import entry
 from eesd_lite.shadow import OURS, find_shadow
 
 ROOT = Path(__file__).parents[1]
@@ -172,6 +173,18 @@ def test_another_package_of_our_name_is_named_and_never_run(tmp_path: Path, prog
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith(f"error: {file} hides the package {name!r} of eesd-lite")
     assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("start", [entry.eesd, entry.eesd_chat])
+def test_ctrl_c_while_modules_are_imported_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], start: Callable[[], int]
+) -> None:
+    def interrupted(name: str) -> object:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("eesd_lite.entry.importlib.import_module", interrupted)
+    assert start() == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_a_folder_that_is_no_package_does_not_hide_ours(tmp_path: Path) -> None:

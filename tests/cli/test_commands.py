@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
+from cli.chat import make_command
 from cli.main import SUBCOMMANDS, eesd
+from eesd_lite.errors import EesdError
 
 
 def run(*arguments: str) -> Result:
@@ -104,6 +107,29 @@ def test_quantize_refuses_before_it_writes(model: Path, tmp_path: Path, case: st
     assert not target.exists() or list(target.iterdir()) == []
 
 
+def test_quantizing_twice_is_refused_before_any_calibration(model: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(model, tmp_path / "source")
+    (source / "quantize_config.json").write_text('{"bits": 4, "group_size": 64}')
+    # The calibration file does not exist: who looked at it first would complain about that.
+    result = run("quantize", str(source), str(tmp_path / "out"), "--calibration", str(tmp_path / "none.jsonl"))
+    assert result.exit_code == 1 and f"{source} is quantized already" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("forced", [True, False])
+def test_force_head_reaches_the_engine(monkeypatch: pytest.MonkeyPatch, forced: bool) -> None:
+    seen: dict[str, object] = {}
+
+    def from_pretrained(model: str, **options: object) -> object:
+        seen.update(options)
+        raise EesdError("enough")
+
+    monkeypatch.setattr("eesd_lite.engine.Engine.from_pretrained", from_pretrained)
+    arguments = ["model", "-p", "x", "--head", "file", *(["--force-head"] if forced else [])]
+    assert CliRunner().invoke(make_command(), arguments, prog_name="eesd-chat").exit_code == 1
+    assert seen["force_head"] is forced and seen["head"] == "file"
+
+
 def test_train_estimates_and_then_makes_a_head_that_the_chat_takes(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "heads"
     options = ["train", str(model), "--exit-layers", "1", "--instant", "--tokens", "2000"]
@@ -124,8 +150,6 @@ def test_train_refuses_an_exit_layer_that_the_model_lacks(model: Path, tmp_path:
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "no-such-model"])
 def test_a_model_that_does_not_exist_is_one_line(cache_home: Path, name: str) -> None:
-    from cli.chat import make_command
-
     result = CliRunner().invoke(make_command(), [name, "-p", "x"], prog_name="eesd-chat")
     assert result.exit_code == 1 and result.stdout == ""
     assert result.stderr.splitlines()[-1].startswith("eesd-chat: error: ") and name in result.stderr

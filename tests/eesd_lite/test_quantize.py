@@ -15,7 +15,7 @@ from torch import Tensor
 from eesd_lite import SamplingParams, quantize
 from eesd_lite.cache import Rows
 from eesd_lite.errors import EesdError
-from eesd_lite.quantize import quantize_folder, refuse_quantized
+from eesd_lite.quantize import quantize_folder
 from quant.checkpoint import Checkpoint
 from tests.puppets import ids_of
 from tests.tiny import Tiny, TinySpec, build
@@ -144,8 +144,10 @@ def test_a_folder_appears_whole_or_not_at_all(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_is_quantized_already_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
-    (tmp_path / "src").mkdir()
-    (tmp_path / "src" / "quantize_config.json").write_text('{"bits": 4, "group_size": 64}')
+@pytest.mark.parametrize("method", ["gptq", "rtn"])
+def test_a_model_that_is_quantized_already_is_refused_and_nothing_is_written(tmp_path: Path, method: str) -> None:
+    tiny = build(tmp_path / "model", TinySpec(layers=2))
+    before = sorted(path.name for path in tmp_path.iterdir())
     with pytest.raises(EesdError, match="is quantized already"):
-        refuse_quantized(tmp_path / "src")
+        quantize_folder(tiny.folder, tmp_path / "out", method=method, calibration=CALIBRATION, group_size=32)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
