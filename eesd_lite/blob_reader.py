@@ -2,12 +2,13 @@
 
 O_DIRECT keeps the page cache from hiding the cost and from eating the memory that the plan counts. Where the platform
 or the file system lacks it, reads are buffered and the pages are dropped again; `mode` says which. Used by the streamer
-on its thread, and by the loader for resident layers.
+on its threads, and by the loader for resident layers.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -20,15 +21,19 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class BlobReader:
-    """Reads whole blobs into page-aligned buffers. `rate` in bytes per second imitates a slower link (simulated)."""
+    """Reads whole blobs into page-aligned buffers, for several threads. `rate` (bytes/s) imitates a slower link."""
+
+    # A second read keeps the disk busy while the thread of the first waits for a core that computes.
+    parallel = 2
 
     def __init__(self, rate: float | None = None) -> None:
         if rate is not None and rate <= 0:
             raise StreamError(f"throttle must be above 0 bytes per second, not {rate:g}")
         self.rate = rate
         self.mode = "direct" if _DIRECT else "buffered"
-        self._files: dict[Path, int] = {}
+        self._files: dict[tuple[Path, str], int] = {}  # by path and mode
         self._due = 0.0
+        self._lock = threading.Lock()
 
     def read(self, path: Path, buffer: Tensor, nbytes: int) -> None:
         """Fill the first `nbytes` (a multiple of BLOCK) of `buffer` (uint8); StreamError names the file."""
@@ -53,7 +58,6 @@ class BlobReader:
                 raise
         # Some file systems (tmpfs) refuse O_DIRECT at open or at read: read buffered from here on.
         self.mode = "buffered"
-        self.close()
         return self._read_all(self._open(path), target)
 
     def _read_all(self, descriptor: int, target: memoryview) -> int:
@@ -68,21 +72,29 @@ class BlobReader:
         return done
 
     def _open(self, path: Path) -> int:
-        if path not in self._files:
-            self._files[path] = os.open(path, os.O_RDONLY | (_DIRECT if self.mode == "direct" else 0))
-        return self._files[path]
+        key = (path, self.mode)
+        with self._lock:
+            if key not in self._files:
+                self._files[key] = os.open(path, os.O_RDONLY | (_DIRECT if key[1] == "direct" else 0))
+            return self._files[key]
 
     def _wait(self, started: float, nbytes: int) -> None:
-        """Sleep until a link of `rate` would have delivered; a late wake-up is made good by the next read."""
+        """Sleep until a link of `rate`, which all reads share, would have delivered.
+
+        A late wake-up is made good by the next read.
+        """
         if self.rate is None:
             return
-        late = started - self._due
-        self._due = (started if late > 0.002 else self._due) + nbytes / self.rate
-        remaining = self._due - time.perf_counter()
+        with self._lock:
+            late = started - self._due
+            self._due = (started if late > 0.002 else self._due) + nbytes / self.rate
+            due = self._due
+        remaining = due - time.perf_counter()
         if remaining > 0:
             time.sleep(remaining)
 
     def close(self) -> None:
         """Close all files; reading again opens them again."""
-        while self._files:
-            os.close(self._files.popitem()[1])
+        with self._lock:
+            while self._files:
+                os.close(self._files.popitem()[1])

@@ -182,6 +182,7 @@ def load_target(
         layout = store.layouts[index]
         buffer = page_buffer(layout.nbytes)
         loading.read(store.path(index), buffer, layout.nbytes)
+        store.check(index, buffer)
         resident.append(bind(layout, buffer if device.type == "cpu" else buffer.to(device)))
     loading.close()
     streamer = None

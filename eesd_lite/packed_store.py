@@ -1,39 +1,56 @@
 """The packed per-layer blobs of a model on disk: written once, atomically, then read whole by loader and streamer.
 
-EESD_HOME/packed/<name>-<key>/ holds layer-NNN.bin and manifest.json (layouts, sizes). The key covers the checkpoint's
-files (name, size, time), the format and the kernels, so a changed model or kernel never meets stale blobs. Writing
-holds one layer in memory at a time, checks free space first and is guarded by a lock against a second process.
+EESD_HOME/packed/<name>-<key>/ holds layer-NNN.bin and manifest.json (layouts, sizes, checksums). The key covers the
+checkpoint's files (name, size, time), the format and the kernels, so a changed model or kernel never meets stale blobs.
+Writing holds one layer in memory at a time, checks free space first and is guarded by a lock against a second process.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import Tensor
+
 from eesd_lite.config import ModelConfig
-from eesd_lite.errors import PrepareError
+from eesd_lite.errors import PrepareError, StreamError
 from eesd_lite.home import atomic_dir, home, locked, require_free
 from eesd_lite.layer_blob import BlobLayout, fill, lay_out, page_buffer
 from eesd_lite.packing import KernelSet, layer_tensors
 from eesd_lite.progress import Progress, no_progress
 from quant.checkpoint import Checkpoint
 
-FORMAT = 2  # raise it whenever the bytes of a blob change their meaning
+FORMAT = 3  # raise it whenever the bytes of a blob change their meaning
 MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
 class PackedStore:
-    """A complete packed folder: the layout of every layer and the file that holds it."""
+    """A complete packed folder: the layout of every layer, the file that holds it, and its content's CRC-32."""
 
     folder: Path
     layouts: tuple[BlobLayout, ...]
+    checksums: tuple[int, ...]
 
     def path(self, index: int) -> Path:
         """The blob of layer `index`."""
         return self.folder / f"layer-{index:03d}.bin"
+
+    def check(self, index: int, buffer: Tensor) -> None:
+        """StreamError if `buffer` (uint8, the blob of layer `index` as it was read) is not what was written."""
+        if checksum(buffer, self.layouts[index].nbytes) != self.checksums[index]:
+            raise StreamError(
+                f"{self.path(index)}: the content does not match its checksum, the packed file is damaged; "
+                f"remove it with: eesd cache rm {self.folder.name}"
+            )
+
+
+def checksum(buffer: Tensor, nbytes: int) -> int:
+    """CRC-32 of the first `nbytes` of a uint8 buffer: against bit rot and cut files, not against an adversary."""
+    return zlib.crc32(buffer.numpy().data[:nbytes])
 
 
 def packed_folder(checkpoint: Checkpoint, kernels: KernelSet) -> Path:
@@ -63,7 +80,7 @@ def open_store(
 
 def _write(folder: Path, checkpoint: Checkpoint, config: ModelConfig, kernels: KernelSet, progress: Progress) -> None:
     require_free(folder, _packed_bytes(checkpoint, kernels), "the packed copy of the layers")
-    layouts = []
+    layouts, checksums = [], []
     with atomic_dir(folder) as partial:
         for index in range(config.num_hidden_layers):
             progress("packing layers for the kernel, layer", index, config.num_hidden_layers)
@@ -73,7 +90,9 @@ def _write(folder: Path, checkpoint: Checkpoint, config: ModelConfig, kernels: K
             fill(layout, buffer, tensors)
             (partial / f"layer-{index:03d}.bin").write_bytes(buffer.numpy().data)
             layouts.append(layout)
-        manifest = {"format": FORMAT, "kernels": kernels.key, "layers": [layout.as_dict() for layout in layouts]}
+            checksums.append(checksum(buffer, layout.nbytes))
+        layers = [layout.as_dict() for layout in layouts]
+        manifest = {"format": FORMAT, "kernels": kernels.key, "layers": layers, "crc32": checksums}
         (partial / MANIFEST).write_text(json.dumps(manifest))
 
 
@@ -92,10 +111,11 @@ def _read(folder: Path, config: ModelConfig) -> PackedStore:
     hint = f"remove it with: eesd cache rm {folder.name}"
     try:
         raw = json.loads((folder / MANIFEST).read_text())
-        store = PackedStore(folder, tuple(BlobLayout.from_dict(layer) for layer in raw["layers"]))
+        layouts = tuple(BlobLayout.from_dict(layer) for layer in raw["layers"])
+        store = PackedStore(folder, layouts, tuple(int(value) for value in raw["crc32"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise PrepareError(f"{folder / MANIFEST}: damaged ({error}); {hint}") from None
-    if len(store.layouts) != config.num_hidden_layers:
+    if not len(store.layouts) == len(store.checksums) == config.num_hidden_layers:
         raise PrepareError(
             f"{folder}: {len(store.layouts)} packed layers, the model has {config.num_hidden_layers}; {hint}"
         )

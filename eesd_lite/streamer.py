@@ -1,9 +1,8 @@
 """Background fetching of offloaded layers into a small ring of buffers, in sweep order, without end.
 
-The thread reads the next layer whenever a slot is free, wrapping around from the last layer to the first: while
-drafting runs, the first layers of the coming sweep arrive. The consumer takes layers strictly in order, each exactly
-once per sweep. An error on the thread is raised at the next `layer` call; `abandon` makes an interrupted sweep start
-anew.
+Threads read the next layers whenever slots are free, wrapping around from the last layer to the first: while drafting
+runs, the first layers of the coming sweep arrive. The consumer takes layers strictly in order, each exactly once per
+sweep. An error on a thread is raised at the next `layer` call; `abandon` makes an interrupted sweep start anew.
 """
 
 from __future__ import annotations
@@ -24,7 +23,12 @@ Bind = Callable[[BlobLayout, Tensor], DecoderLayer]
 
 
 class Reader(Protocol):
-    """What the thread reads with: `blob_reader.BlobReader`, or something slower in tests."""
+    """What the threads read with: `blob_reader.BlobReader`, or something slower in tests."""
+
+    @property
+    def parallel(self) -> int:
+        """How many reads may be under way at once."""
+        ...
 
     def read(self, path: Path, buffer: Tensor, nbytes: int) -> None: ...
 
@@ -82,20 +86,25 @@ class LayerStreamer:
         # Entered directly: Ctrl-C could strike inside Condition.__enter__ and leave the lock taken for good.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._filled = 0  # layers read since the last restart; the next goes to slot filled % ring
+        self._claimed = 0  # layers that a thread has read or is reading since the last restart, in sweep order
+        self._filled: set[int] = set()  # of those, the ones that lie in their slot: number n in slot n % ring
         self._taken = 0  # layers that the consumer has finished with
+        self._reading: set[int] = set()  # slots that a thread writes to, even for a sweep that was abandoned
+        self._checked: set[int] = set()  # layers whose content was compared with its checksum
         self._restarts = 0
         self._error: Exception | None = None
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="eesd-streamer", daemon=True)
-        self._thread.start()
+        count = max(1, min(reader.parallel, len(slots)))
+        self._threads = [threading.Thread(target=self._run, name="eesd-streamer", daemon=True) for _ in range(count)]
+        for thread in self._threads:
+            thread.start()
 
     def layer(self, index: int) -> DecoderLayer:
         """The next layer of the sweep, which must be `index`; waits until it is there."""
         expected = self.layers[self._taken % len(self.layers)]
         assert index == expected, f"sweep is at layer {expected}, asked for {index}"
         with self._lock:
-            while self._filled <= self._taken and self._error is None and not self._closed:
+            while self._taken not in self._filled and self._error is None and not self._closed:
                 self._changed.wait()
             if self._error is not None:
                 error, self._error = self._error, None
@@ -111,6 +120,7 @@ class LayerStreamer:
         assert index == self.layers[self._taken % len(self.layers)], index
         self._slots[self._taken % len(self._slots)].release()
         with self._lock:
+            self._filled.discard(self._taken)
             self._taken += 1
             self._changed.notify_all()
 
@@ -122,40 +132,49 @@ class LayerStreamer:
             self._changed.notify_all()  # `done` may have been interrupted before it said so
 
     def _restart(self) -> None:
-        self._filled = self._taken = 0
+        self._claimed = self._taken = 0
+        self._filled.clear()
         self._restarts += 1
         self._changed.notify_all()
 
     def close(self) -> None:
-        """Stop the thread and close the files. Safe to call twice."""
+        """Stop the threads and close the files. Safe to call twice."""
         with self._lock:
             self._closed = True
             self._changed.notify_all()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
         self.reader.close()
 
     def _run(self) -> None:
-        while True:
-            with self._lock:
-                while not self._closed and (self._error is not None or self._filled - self._taken >= len(self._slots)):
-                    self._changed.wait()
-                if self._closed:
-                    return
-                number, restarts = self._filled, self._restarts
+        while (claim := self._claim()) is not None:
+            number, restarts = claim
+            error: Exception | None = None
             try:
                 self._fill(number)
-            except Exception as error:  # whatever it is, the consumer must hear of it instead of waiting for ever
-                with self._lock:
-                    if restarts == self._restarts:
-                        self._error = (
-                            error if isinstance(error, StreamError) else StreamError(f"reading failed: {error}")
-                        )
-                        self._changed.notify_all()
-                continue
+            except Exception as raised:  # whatever it is, the consumer must hear of it instead of waiting for ever
+                error = raised if isinstance(raised, StreamError) else StreamError(f"reading failed: {raised}")
             with self._lock:
+                self._reading.discard(number % len(self._slots))
                 if restarts == self._restarts:  # else the sweep was abandoned meanwhile: read again from its start
-                    self._filled += 1
-                    self._changed.notify_all()
+                    if error is None:
+                        self._filled.add(number)
+                    else:
+                        self._error = self._error or error
+                self._changed.notify_all()
+
+    def _claim(self) -> tuple[int, int] | None:
+        """The next number to read and the restarts so far, once its slot is free; None when the streamer is closed."""
+        with self._lock:
+            while not self._closed:
+                slot = self._claimed % len(self._slots)
+                free = self._claimed - self._taken < len(self._slots) and slot not in self._reading
+                if free and self._error is None:
+                    self._reading.add(slot)
+                    self._claimed += 1
+                    return self._claimed - 1, self._restarts
+                self._changed.wait()
+            return None
 
     def _fill(self, number: int) -> None:
         index = self.layers[number % len(self.layers)]
@@ -163,6 +182,9 @@ class LayerStreamer:
         nbytes = self._store.layouts[index].nbytes
         slot.begin_fill()
         self.reader.read(self._store.path(index), slot.buffer, nbytes)
+        if index not in self._checked:  # once: a sweep has no time for more
+            self._store.check(index, slot.buffer)
+            self._checked.add(index)
         slot.end_fill(nbytes)
 
 

@@ -16,6 +16,8 @@ from eesd_lite.errors import StreamError
 class WatchedReader:
     """Reads for real. `permits`: how many reads are let through until `release`; `before` may raise or interrupt."""
 
+    parallel = 1  # so that reads happen in the order of the layers
+
     def __init__(self, permits: int | None = None, before: Callable[[int], None] | None = None) -> None:
         self._inner = BlobReader()
         self._permits = threading.Semaphore(permits) if permits is not None else None

@@ -22,9 +22,18 @@ _ALIGNMENT = 4096
 
 @dataclass(frozen=True)
 class DiskRate:
-    bytes_per_second: float
-    method: str  # "O_DIRECT" or "fadvise"
     bytes_read: int
+    seconds: float
+    method: str  # "O_DIRECT" or "fadvise"
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self.bytes_read / self.seconds
+
+
+def mean_rate(turns: Sequence[DiskRate]) -> float:
+    """Bytes per second over several turns together."""
+    return sum(turn.bytes_read for turn in turns) / sum(turn.seconds for turn in turns)
 
 
 def raw_rate(files: Sequence[Path], seconds: float = 0.5) -> DiskRate:
@@ -52,7 +61,7 @@ def raw_rate(files: Sequence[Path], seconds: float = 0.5) -> DiskRate:
     if not total:
         raise StreamError(f"{files[0]} and its {len(files) - 1} siblings are empty")
     method = "O_DIRECT" if all(direct for _, direct in handles) else "fadvise"
-    return DiskRate(total / elapsed, method, total)
+    return DiskRate(total, elapsed, method)
 
 
 def drop_pages(path: Path) -> None:

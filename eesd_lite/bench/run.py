@@ -15,7 +15,7 @@ from typing import Any
 from eesd_lite.baselines.peer import Peer
 from eesd_lite.bench import internals, memory
 from eesd_lite.bench.contenders import BenchEngine, Contender, EngineContender
-from eesd_lite.bench.disk import DiskRate, raw_rate
+from eesd_lite.bench.disk import DiskRate, mean_rate, raw_rate
 from eesd_lite.bench.machine import describe_machine, versions
 from eesd_lite.bench.peers import open_peers, peer_figures
 from eesd_lite.bench.prompts import load_prompts
@@ -29,6 +29,7 @@ from eesd_lite.progress import Progress, no_progress
 
 CONTEXT_STEP = 256  # the context is rounded up to this, so that a slightly longer prompt changes no plan
 _SLACK = 8
+_DISK_TURN = 0.25  # seconds: the raw rate takes turns like everybody, since a disk's mood changes within seconds
 
 Options = dict[str, Any]
 OpenEngine = Callable[[str, Options, Progress], BenchEngine]
@@ -120,26 +121,24 @@ def measure(settings: BenchSettings, course: Course, taking_part: Field, progres
     engines = list(taking_part.engines.values())
     throttle = internals.apply_throttle(settings.throttle, engines, course.prompt_ids[:2], course.params)
     files = sorted({path for engine in engines for path in internals.streamed_files(engine)})
-    raw: list[DiskRate] = []
+    raw: list[list[DiskRate]] = [[] for _ in range(course.repeat)]
 
-    def measure_disk() -> None:
+    def measure_disk(repeat: int) -> None:
         if files:
-            progress("measuring the disk", 0, 0)
-            raw.append(raw_rate(files))
+            raw[repeat].append(raw_rate(files, _DISK_TURN))
 
-    measure_disk()
     contenders = taking_part.contenders(settings)
-    results = take_turns(contenders, course, progress, after_repeat=measure_disk)
+    results = take_turns(contenders, course, progress, after_prompt=measure_disk)
     controllers = {name: controller_figures(name, results) for name in settings.contenders}
     for name, bytes_ in _memory(settings, course, taking_part, progress).items():
         controllers[name].update(bytes_)
     disk: dict[str, Any] = {}
     sweep_bytes = taking_part.plain.plan.sweep_bytes
-    if raw and sweep_bytes:
-        rates = [rate.bytes_per_second for rate in raw]
+    if files and sweep_bytes:
         limit = throttle["bytes_per_second"] if throttle else None
+        rates = [mean_rate(turns) for turns in raw]
         disk = disk_figures(rates, controllers[PLAIN], sweep_bytes=sweep_bytes, throttle=limit)
-        disk |= {"method": raw[0].method, "bytes_read": sum(rate.bytes_read for rate in raw)}
+        disk |= {"method": raw[0][0].method, "bytes_read": sum(turn.bytes_read for turns in raw for turn in turns)}
     return {
         "settings": _describe_settings(settings, course),
         "plans": {name: _describe_plan(engine.plan) for name, engine in taking_part.engines.items()},

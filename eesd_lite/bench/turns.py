@@ -31,9 +31,9 @@ def take_turns(
     course: Course,
     progress: Progress,
     *,
-    after_repeat: Callable[[], None] = lambda: None,
+    after_prompt: Callable[[int], None] = lambda repeat: None,
 ) -> Results:
-    """Runs the course; `after_repeat` is called between repeats and after the last."""
+    """Runs the course; `after_prompt` is called with the repeat's number when all have answered a prompt."""
     _warm_up(contenders, course, progress)
     results: dict[str, list[list[Run]]] = {contender.name: [] for contender in contenders}
     answered = [_count(contender, course) for contender in contenders]
@@ -51,7 +51,7 @@ def take_turns(
                 progress(stage, done, total)
                 results[contender.name][repeat].append(contender.run(ids, course.params))
                 done += 1
-        after_repeat()
+            after_prompt(repeat)
     progress("measured", total, total)
     return results
 

@@ -12,7 +12,7 @@ import pytest
 
 from eesd_lite.bench import internals
 from eesd_lite.bench.contenders import EngineContender, Run
-from eesd_lite.bench.disk import BLOCK_BYTES, raw_rate
+from eesd_lite.bench.disk import BLOCK_BYTES, DiskRate, mean_rate, raw_rate
 from eesd_lite.bench.prompts import load_prompts
 from eesd_lite.bench.report import controller_figures, disk_figures, first_difference
 from eesd_lite.bench.run import Field, all_identical, measure, open_field
@@ -255,6 +255,11 @@ def test_the_raw_rate_reads_whole_files_of_any_size(tmp_path: Path) -> None:
     found = raw_rate(files, seconds=0.0)
     assert found.bytes_read == sum(sizes)
     assert found.bytes_per_second > 0 and found.method in ("O_DIRECT", "fadvise")
+
+
+def test_the_disks_rate_over_several_turns_is_their_bytes_over_their_seconds() -> None:
+    turns = [DiskRate(1000, 1.0, "O_DIRECT"), DiskRate(3000, 1.0, "O_DIRECT"), DiskRate(2000, 4.0, "O_DIRECT")]
+    assert mean_rate(turns) == 1000.0 and turns[1].bytes_per_second == 3000.0
 
 
 def test_an_unreadable_or_empty_blob_is_an_error_and_not_a_rate(tmp_path: Path) -> None:

@@ -213,6 +213,23 @@ def test_a_file_system_without_direct_reads_is_read_through_the_cache(tmp_path: 
     reader.close()
 
 
+@pytest.mark.parametrize(("resident", "damaged"), [(3, 1), (1, 2)])
+def test_a_packed_layer_whose_content_changed_is_named_before_it_is_used(
+    tiny: Tiny, resident: int, damaged: int
+) -> None:
+    with tiny.engine(resident_layers=resident) as engine:
+        good = logits(engine)
+    (blob,) = tiny.home.glob(f"packed/*/layer-{damaged:03d}.bin")
+    content = bytearray(blob.read_bytes())
+    content[len(content) // 3] ^= 1
+    blob.write_bytes(content)
+    with pytest.raises(StreamError, match=rf"layer-{damaged:03d}.bin: the content does not match.*eesd cache rm"):
+        logits_of(tiny, dtype="bfloat16", resident_layers=resident)
+    shutil.rmtree(blob.parent)
+    with tiny.engine(resident_layers=resident) as engine:
+        assert torch.equal(logits(engine), good)
+
+
 def test_a_blob_that_is_missing_or_too_short_is_named(tmp_path: Path) -> None:
     reader, buffer = BlobReader(), page_buffer(2 * BLOCK)
     with pytest.raises(StreamError, match="blob: reading offloaded weights failed"):

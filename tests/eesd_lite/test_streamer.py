@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,18 @@ from eesd_lite.streamer import HostSlot, LayerBank, LayerStreamer
 LAYOUT = lay_out({"number": torch.zeros(4, dtype=torch.int64)}, {})
 
 
+def number_checksum(index: int) -> int:
+    """CRC-32 of the blob that NumberReader makes of a layer."""
+    return zlib.crc32(index.to_bytes(8, "little") * 4 + b"\xff" * (BLOCK - 32))
+
+
 class NumberReader:
     """Writes the layer's number into the buffer; `permits` limits how many reads succeed before `gate` is set."""
 
-    def __init__(self, *, fail: Callable[[int], bool] = lambda count: False, permits: int = 10**9) -> None:
-        self.fail, self.permits = fail, permits
+    def __init__(
+        self, *, fail: Callable[[int], bool] = lambda count: False, permits: int = 10**9, parallel: int = 1
+    ) -> None:
+        self.fail, self.permits, self.parallel = fail, permits, parallel
         self.gate, self.started, self.closed = threading.Event(), 0, False
         self.order: list[int] = []
 
@@ -52,7 +60,9 @@ class NumberLayer:
 
 
 def make(reader: NumberReader, layers: range = range(2, 7), slots: int = 3) -> LayerStreamer:
-    store = PackedStore(Path("/nowhere"), (LAYOUT,) * layers.stop)
+    store = PackedStore(
+        Path("/nowhere"), (LAYOUT,) * layers.stop, tuple(number_checksum(n) for n in range(layers.stop))
+    )
     ring = [HostSlot(torch.zeros(BLOCK, dtype=torch.uint8)) for _ in range(slots)]
     return LayerStreamer(store, layers, slots=ring, bind=NumberLayer, reader=reader)  # type: ignore[arg-type]
 
@@ -74,10 +84,11 @@ def wait_until(condition: Callable[[], bool]) -> None:
     pytest.fail("it never came to this")
 
 
+@pytest.mark.parametrize("parallel", [1, 2, 4])
 @pytest.mark.parametrize("slots", [1, 2, 3, 5])
 @pytest.mark.parametrize("layers", [1, 2, 3, 5, 7])
-def test_layers_arrive_in_order_sweep_after_sweep_whatever_the_ring(layers: int, slots: int) -> None:
-    reader = NumberReader()
+def test_layers_arrive_in_order_sweep_after_sweep_whatever_the_ring(layers: int, slots: int, parallel: int) -> None:
+    reader = NumberReader(parallel=parallel)
     streamer = make(reader, range(2, 2 + layers), slots)
     for _ in range(5):
         assert sweep(streamer) == list(range(2, 2 + layers))
@@ -114,9 +125,10 @@ def test_a_layer_out_of_order_is_a_mistake_of_the_caller() -> None:
     streamer.close()
 
 
+@pytest.mark.parametrize("parallel", [1, 2])
 @pytest.mark.parametrize("stop_after", range(1, 5))
-def test_after_an_interrupted_sweep_the_next_one_starts_at_its_beginning(stop_after: int) -> None:
-    streamer = make(NumberReader())
+def test_after_an_interrupted_sweep_the_next_one_starts_at_its_beginning(stop_after: int, parallel: int) -> None:
+    streamer = make(NumberReader(parallel=parallel))
     for _ in range(3):
         sweep(streamer, stop_after)
         streamer.abandon()
@@ -159,15 +171,58 @@ def test_an_interrupted_read_that_ends_late_does_not_count_for_the_new_sweep() -
     streamer.close()
 
 
+@pytest.mark.parametrize("parallel", [1, 2])
 @pytest.mark.parametrize("failing", [1, 2, 4, 5, 6, 9])
-def test_an_error_of_the_reader_reaches_the_consumer_once_and_the_next_sweep_works(failing: int) -> None:
-    streamer = make(NumberReader(fail=lambda count: count == failing))
+def test_an_error_of_the_reader_reaches_the_consumer_once_and_the_next_sweep_works(failing: int, parallel: int) -> None:
+    streamer = make(NumberReader(fail=lambda count: count == failing, parallel=parallel))
     with pytest.raises(StreamError, match=f"reading failed.*read {failing}"):
         for _ in range(3):
             sweep(streamer)
     streamer.abandon()
     for _ in range(2):
         assert sweep(streamer) == [2, 3, 4, 5, 6]
+    streamer.close()
+
+
+def test_two_reads_are_under_way_at_once_and_a_late_first_one_does_not_let_the_second_overtake() -> None:
+    class Crossing(NumberReader):
+        """The first read ends only after the second."""
+
+        def read(self, path: Path, buffer: Tensor, nbytes: int) -> None:
+            if path.stem.endswith("002") and not self.order:
+                wait_until(lambda: bool(self.order))
+            super().read(path, buffer, nbytes)
+
+    reader = Crossing(parallel=2)
+    streamer = make(reader)
+    assert sweep(streamer) == [2, 3, 4, 5, 6]
+    assert reader.order[0] == 3
+    streamer.close()
+
+
+def test_a_slot_that_an_abandoned_read_still_writes_to_is_not_read_into_by_another_thread() -> None:
+    reader = NumberReader(permits=3, parallel=2)
+    streamer = make(reader, slots=2)
+    sweep(streamer, 2)
+    wait_until(lambda: reader.started == 4)  # one of the reads hangs, in one of the two slots
+    streamer.abandon()
+    time.sleep(0.05)
+    assert reader.started <= 5, "the other thread may read into the other slot, and no more"
+    reader.gate.set()
+    for _ in range(3):
+        assert sweep(streamer) == [2, 3, 4, 5, 6]
+    streamer.close()
+
+
+def test_content_that_is_not_what_was_written_is_an_error_that_names_the_file() -> None:
+    class Flipping(NumberReader):
+        def read(self, path: Path, buffer: Tensor, nbytes: int) -> None:
+            super().read(path, buffer, nbytes)
+            buffer[1000] ^= int(path.stem.endswith("004"))
+
+    streamer = make(Flipping())
+    with pytest.raises(StreamError, match="layer-004.bin: the content does not match its checksum"):
+        sweep(streamer)
     streamer.close()
 
 
