@@ -12,6 +12,8 @@ SUBCOMMANDS = {
     "quantize": "Quantize a 16-bit model to 4-bit GPTQ.",
     "train": "Train exit heads for a model on its own text.",
     "bench": "Measure plain decoding against drafting, on this machine.",
+    "trace": "Record what an exit head would draft at every position.",
+    "replay": "Compare controllers on a recorded trace, under injected costs.",
     "eval": "Perplexity of a model, and its KL divergence from a reference.",
     "cache": "List or remove prepared models.",
 }
@@ -42,6 +44,14 @@ class _Lazy(click.Group):
             from cli.bench import bench
 
             command = bench
+        elif cmd_name == "trace":
+            from cli.trace import trace
+
+            command = trace
+        elif cmd_name == "replay":
+            from cli.replay import replay
+
+            command = replay
         elif cmd_name == "eval":
             from cli.eval import evaluate
 

@@ -32,6 +32,10 @@ class PrepareError(EesdError):
     """Fetching, converting or caching a model failed: no network, no disk space, a wrong checksum."""
 
 
+class TraceError(EesdError):
+    """A trace of drafting cannot be read, or does not fit what was asked."""
+
+
 class StreamError(EesdError):
     """Reading offloaded weights failed while the model was running."""
 

@@ -1,0 +1,1 @@
+"""Controllers compared on recorded luck: traces of drafting, injected costs, an oracle (`eesd replay`)."""

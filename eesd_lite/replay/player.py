@@ -1,0 +1,108 @@
+"""Playing a trace: a controller decides at the recorded positions, time is what a cost curve says.
+
+The loop is the engine's (`Engine._round`) with the model taken out, so that all controllers meet the same luck.
+`oracle` knows what would be accepted and takes the fastest way through an answer: no controller can beat it.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from eesd_lite.controller import Controller
+from eesd_lite.replay.curves import CostCurve
+from eesd_lite.replay.trace import Answer, Trace
+
+MakeController = Callable[[int], Controller]  # from a seed
+_HICCUP = 0.01  # share of rounds that take five times as long, when times are noisy
+
+
+@dataclass
+class Played:
+    """Sums over answers. `seconds` are the curve's own, whatever noise the controller was shown."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+def play(
+    trace: Trace,
+    curve: CostCurve,
+    make: MakeController,
+    *,
+    one_conversation: bool = False,
+    noise: float = 0.0,
+    seed: int = 0,
+) -> Played:
+    """Every answer of the trace; a fresh controller for each unless they are turns of one conversation.
+
+    `noise` is the spread of the seconds that the controller sees (and one round in a hundred takes five times as long).
+    """
+    played, chance = Played(), random.Random(seed)
+    controller = make(seed)
+    for number, answer in enumerate(trace.answers):
+        if not one_conversation and number:
+            controller = make(seed + number)
+        _play_answer(answer, trace, curve, controller, played, lambda: _factor(chance, noise))
+    return played
+
+
+def _play_answer(
+    answer: Answer, trace: Trace, curve: CostCurve, controller: Controller, played: Played, factor: Callable[[], float]
+) -> None:
+    longest, index, last = int(trace.about["params"]["max_new_tokens"]), 0, len(answer.answer) - 1
+    while index < last:
+        position = answer.positions[index]
+        limit = max(0, min(trace.k_max, longest - index - 2))
+        controller.begin(limit)
+        drafted = 0
+        while drafted < min(limit, len(position.tokens)) and controller.go_on():
+            controller.drafted(position.confidences[drafted])
+            drafted += 1
+        accepted = min(drafted, position.accepted)
+        controller.observe(accepted, curve.seconds[drafted] * factor())
+        index += accepted + 1
+        played.tokens += accepted + 1 - max(0, index - last)  # the last round's bonus may lie behind the end
+        played.seconds += curve.seconds[drafted]
+        played.rounds += 1
+        played.drafted += drafted
+        played.accepted += accepted
+
+
+def _factor(chance: random.Random, noise: float) -> float:
+    if not noise:
+        return 1.0
+    return math.exp(chance.gauss(0.0, noise)) * (5.0 if chance.random() < _HICCUP else 1.0)
+
+
+def oracle(trace: Trace, curve: CostCurve) -> Played:
+    """The fastest way through every answer, found backwards from its end."""
+    played = Played()
+    for answer in trace.answers:
+        last = len(answer.answer) - 1
+        best: list[tuple[float, int]] = [(0.0, 0)] * (last + 1)  # seconds from here to the end, tokens drafted here
+        for index in range(last - 1, -1, -1):
+            reach = range(answer.positions[index].accepted + 1)
+            best[index] = min((curve.seconds[k] + best[min(index + k + 1, last)][0], k) for k in reach)
+        index = 0
+        while index < last:
+            k = best[index][1]
+            played.rounds, played.drafted, played.accepted = played.rounds + 1, played.drafted + k, played.accepted + k
+            index += k + 1
+        if last > 0:
+            played.tokens, played.seconds = played.tokens + last, played.seconds + best[0][0]
+    return played
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Of positive numbers."""
+    return math.exp(sum(map(math.log, values)) / len(values))
