@@ -84,11 +84,6 @@ class Rows:
         )
 
 
-def kv_bytes_per_token(num_key_value_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes that one token takes in one layer, key and value together."""
-    return 2 * num_key_value_heads * head_dim * dtype.itemsize
-
-
 class KVCache:
     """Keys and values of every layer, allocated once: `layer(i)` is a pair [num_key_value_heads, capacity, head_dim].
 

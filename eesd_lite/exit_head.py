@@ -38,15 +38,6 @@ def _layer_blob(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Ten
     }
 
 
-def head_bytes(config: ModelConfig, itemsize: int) -> int:
-    """Bytes that a head of this target takes in memory, without its keys and values."""
-    hidden, size = config.hidden_size, config.head_dim
-    qkv = (config.num_attention_heads + 2 * config.num_key_value_heads) * size * hidden
-    rest = config.num_attention_heads * size * hidden + 3 * hidden * config.intermediate_size + hidden * hidden
-    slack = 64 * 16 + 4096  # alignment of nine tensors and of the whole
-    return (qkv + rest + 4 * hidden) * itemsize + slack
-
-
 class ExitHead:
     """A head bound to one engine: weights, own KV cache, and the two things it does."""
 

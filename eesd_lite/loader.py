@@ -12,27 +12,27 @@ import torch
 from torch import Tensor
 
 from eesd_lite.blob_reader import BlobReader
-from eesd_lite.cache import KVCache, kv_bytes_per_token
+from eesd_lite.cache import KVCache
 from eesd_lite.config import ModelConfig
 from eesd_lite.cpu_ops import FusedCpuOps
 from eesd_lite.dense import layer_prefix
 from eesd_lite.errors import EesdError, HeadError, ModelError
-from eesd_lite.exit_head import ExitHead, head_bytes
+from eesd_lite.exit_head import ExitHead
 from eesd_lite.head_file import HeadShape, HeadTensors
 from eesd_lite.layer_blob import BlobLayout, page_buffer
 from eesd_lite.ops import Ops, TorchOps
 from eesd_lite.packed_store import PackedStore
 from eesd_lite.packing import KernelSet
-from eesd_lite.placement import Plan, PlanRequest, make_plan
+from eesd_lite.placement import Plan, make_plan
 from eesd_lite.progress import Progress, no_progress
 from eesd_lite.rope import rope_tables
+from eesd_lite.sizing import plan_request
 from eesd_lite.streamer import HostSlot, LayerBank, LayerStreamer, Reader, Slot
-from eesd_lite.target import PREFILL_CHUNK, Target
+from eesd_lite.target import Target
 from eesd_lite.transformer import DecoderLayer
 from quant.checkpoint import Checkpoint
 from quant.kernels import DenseKernel, Int4CpuKernel, Int4CudaKernel
 
-RING_SLOTS = 3
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head"
 
@@ -120,37 +120,19 @@ def plan_for(
     checkpoint: Checkpoint, config: ModelConfig, store: PackedStore, options: LoadOptions, exit_layer: int | None
 ) -> Plan:
     """The placement for these options."""
-    dtype = DTYPES[options.dtype]
-    tied = not has_own_lm_head(checkpoint, config)
-    table = config.vocab_size * config.hidden_size * dtype.itemsize
-    rope = 2 * (options.context + options.draft_limit) * config.head_dim // 2 * 4
     return make_plan(
-        PlanRequest(
-            layer_bytes=tuple(layout.nbytes for layout in store.layouts),
-            kv_bytes_per_token=kv_bytes_per_token(config.num_key_value_heads, config.head_dim, dtype),
+        plan_request(
+            config,
+            layers=[layout.nbytes for layout in store.layouts],
+            tied=not has_own_lm_head(checkpoint, config),
+            itemsize=DTYPES[options.dtype].itemsize,
             context=options.context,
-            draft_slack=options.draft_limit,
-            embedding_bytes=table,
-            lm_head_bytes=0 if tied else table,
-            norm_bytes=config.hidden_size * dtype.itemsize,
-            head_bytes=head_bytes(config, dtype.itemsize) if exit_layer is not None else 0,
-            scratch_bytes=rope + _scratch_bytes(config, options),
-            ring_slots=RING_SLOTS,
+            draft_limit=options.draft_limit,
             exit_layer=exit_layer,
             device_memory=options.device_memory,
             resident_layers=options.resident_layers,
         )
     )
-
-
-def _scratch_bytes(config: ModelConfig, options: LoadOptions) -> int:
-    """Activations of one chunk of rows, hidden states of a whole prompt, and logits of a verification."""
-    widest = max(
-        2 * config.intermediate_size, (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
-    )
-    chunk = PREFILL_CHUNK * (widest + config.intermediate_size + 4 * config.hidden_size) * 4
-    prompt = options.context * config.hidden_size * 4
-    return chunk + prompt + (options.draft_limit + 1) * config.vocab_size * 4
 
 
 def has_own_lm_head(checkpoint: Checkpoint, config: ModelConfig) -> bool:

@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from eesd_lite.cache import KVCache, Rows
 from eesd_lite.config import ModelConfig
 from eesd_lite.ops import Ops, Rope
+from eesd_lite.sizing import PREFILL_CHUNK
 from eesd_lite.streamer import LayerBank
 from eesd_lite.transformer import run_layers
 
-PREFILL_CHUNK = 128  # rows that pass a layer together: bounds the scratch memory of a long prompt
 LOGITS_ROWS = 8  # rows that share one pass over lm_head
 
 

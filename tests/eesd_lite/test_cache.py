@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eesd_lite.cache import KVCache, Rows, kv_bytes_per_token
+from eesd_lite.cache import KVCache, Rows
 from eesd_lite.ops import attended_slots
 
 
@@ -66,7 +66,7 @@ def test_rows_of_unequal_lengths_are_refused() -> None:
 def test_bytes_are_counted_as_they_are_allocated(dtype: torch.dtype, size: int) -> None:
     cache = KVCache(30, 100, num_key_value_heads=3, head_dim=64, dtype=dtype)
     assert cache.nbytes == 30 * 100 * 2 * 3 * 64 * size
-    assert cache.bytes_per_token == kv_bytes_per_token(3, 64, dtype) == 2 * 3 * 64 * size
+    assert cache.bytes_per_token == 2 * 3 * 64 * size
     assert cache.nbytes == sum(tensor.nbytes for layer in range(30) for tensor in cache.layer(layer))
 
 

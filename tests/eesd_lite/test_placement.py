@@ -47,6 +47,7 @@ def test_without_a_limit_everything_is_resident_and_nothing_is_streamed() -> Non
         ),
         total_bytes=854,
         sweep_bytes=0,
+        layer_bytes=(100,) * 6,
     )
 
 
@@ -70,6 +71,7 @@ def test_layers_that_do_not_fit_are_on_disk_behind_a_ring_of_two() -> None:
         ),
         total_bytes=754,
         sweep_bytes=300,
+        layer_bytes=(100,) * 6,
     )
 
 
@@ -97,6 +99,7 @@ def test_plain_decoding_uses_the_heads_bytes_for_layers() -> None:
         ),
         total_bytes=760,
         sweep_bytes=0,
+        layer_bytes=(100,) * 6,
     )
 
 

@@ -1,0 +1,218 @@
+"""Bytes of everything that is allocated for a model, from its shape or from file headers, before anything is loaded.
+
+The arithmetic of `packing`, `layer_blob` and `exit_head`, without a tensor: a test compares it with packed layers byte
+for byte. `plan_request` turns it into what `placement.make_plan` takes. Plain Python; used by the loader and by
+`eesd plan`, so that what is printed beforehand is what is allocated later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from eesd_lite.config import ModelConfig
+from eesd_lite.placement import PlanRequest
+from quant.safetensors_index import TensorInfo
+
+PREFILL_CHUNK = 128  # rows that pass a layer together: bounds the scratch memory of a long prompt
+RING_SLOTS = 3
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+_ALIGNMENT, _PAGE = 64, 4096  # of every tensor in a blob, and of the blob
+_INT4_ITEM = 2  # the int4 kernels keep scales and biases in bfloat16
+_KERNEL_GROUPS = (256, 128, 64, 32)
+_BLOCKS = {
+    "qkv": ("self_attn", ("q_proj", "k_proj", "v_proj")),
+    "o": ("self_attn", ("o_proj",)),
+    "gate_up": ("mlp", ("gate_proj", "up_proj")),
+    "down": ("mlp", ("down_proj",)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One product as a layer stores it; `groups` None: 16 bit. `ordered`: the input order is stored (act-order)."""
+
+    out_features: int
+    in_features: int
+    groups: int | None
+    bits: int = 4
+    bias: bool = False
+    ordered: bool = False
+
+
+def kernel_group(part: Part, kernel: str) -> int | None:
+    """The group size with which an int4 kernel takes the part; None: it is stored dequantized."""
+    if part.groups is None or part.bits != 4 or kernel == "dense":
+        return None
+    if kernel == "int4-cuda" and (part.in_features % 128 or part.out_features % 8):
+        return None
+    if kernel == "int4-cpu" and part.out_features % 16:
+        return None
+    if part.in_features % part.groups:
+        return None  # groups of unequal length
+    size = part.in_features // part.groups
+    return next((group for group in _KERNEL_GROUPS if size % group == 0), None)
+
+
+def part_bytes(part: Part, kernel: str, itemsize: int) -> tuple[int, ...]:
+    """Bytes of every tensor that is stored for the part, in the order in which they are stored."""
+    cells = part.out_features * part.in_features
+    group = kernel_group(part, kernel)
+    if group is None:
+        return (cells * itemsize, *([part.out_features * itemsize] if part.bias else []))
+    pairs = part.in_features // group * part.out_features * 2
+    order = [4 * part.in_features] if part.ordered else []
+    return (cells // 2, pairs * _INT4_ITEM, *order, *([part.out_features * _INT4_ITEM] if part.bias else []))
+
+
+def blob_bytes(sizes: Iterable[int]) -> int:
+    """Bytes of a blob that holds tensors of these sizes: each aligned, the whole in pages."""
+    offset = 0
+    for size in sizes:
+        offset = -(-offset // _ALIGNMENT) * _ALIGNMENT + size
+    return max(-(-offset // _PAGE), 1) * _PAGE
+
+
+def layer_bytes(parts: Sequence[Part], norms: Sequence[int], *, kernel: str, itemsize: int) -> int:
+    """Bytes of one packed layer; `norms` holds the lengths of its norm weights."""
+    sizes = [size for part in parts for size in part_bytes(part, kernel, itemsize)]
+    return blob_bytes([*sizes, *(length * itemsize for length in norms)])
+
+
+def module_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """(out_features, in_features) of every projection of a layer."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    heads, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    return {
+        "q_proj": (heads, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, heads),
+        "gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner),
+    }  # fmt: skip
+
+
+def shape_layers(
+    config: ModelConfig, *, group_size: int, bits: int = 4, qkv_bias: bool = False, kernel: str, itemsize: int
+) -> tuple[int, ...]:
+    """Packed bytes of every layer of a quantized model of this shape, as `eesd synth` or `eesd quantize` writes it."""
+    shapes = module_shapes(config)
+    parts = []
+    for module, (_, names) in _BLOCKS.items():
+        in_features = shapes[names[0]][1]
+        size = in_features if group_size == -1 else group_size
+        parts.append(
+            Part(
+                out_features=sum(shapes[name][0] for name in names),
+                in_features=in_features,
+                groups=-(-in_features // size),
+                bits=bits,
+                bias=qkv_bias and module == "qkv",
+            )
+        )
+    one = layer_bytes(parts, (config.hidden_size, config.hidden_size), kernel=kernel, itemsize=itemsize)
+    return (one,) * config.num_hidden_layers
+
+
+def folder_layers(
+    tensors: Mapping[str, TensorInfo], config: ModelConfig, *, ordered: bool, kernel: str, itemsize: int
+) -> tuple[int, ...]:
+    """Packed bytes of every layer of a checkpoint, from its headers.
+
+    `ordered`: the settings claim act-order. Headers do not tell whether a stored bias is all zero, and then dropped:
+    it is counted. KeyError names a tensor that is missing.
+    """
+    shapes = module_shapes(config)
+    sizes = []
+    for index in range(config.num_hidden_layers):
+        prefix = f"model.layers.{index}"
+        parts: list[Part] = []
+        for block, names in _BLOCKS.values():
+            parts += _fused([_part(tensors, f"{prefix}.{block}.{name}", shapes[name], ordered) for name in names])
+        norms = [
+            info.shape[0]
+            for name in ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
+            if (info := tensors.get(f"{prefix}.{name}.weight")) is not None
+        ]
+        sizes.append(layer_bytes(parts, norms, kernel=kernel, itemsize=itemsize))
+    return tuple(sizes)
+
+
+def _part(tensors: Mapping[str, TensorInfo], module: str, shape: tuple[int, int], ordered: bool) -> Part:
+    out_features, in_features = shape
+    bias = f"{module}.bias" in tensors
+    if f"{module}.qweight" not in tensors:
+        tensors[f"{module}.weight"]  # KeyError if there is neither
+        return Part(out_features=out_features, in_features=in_features, groups=None, bias=bias)
+    words, groups = tensors[f"{module}.qweight"].shape[0], tensors[f"{module}.scales"].shape[0]
+    return Part(
+        out_features=out_features, in_features=in_features, groups=groups, bits=words * 32 // in_features, bias=bias,
+        ordered=ordered and groups > 1,
+    )  # fmt: skip
+
+
+def _fused(parts: list[Part]) -> list[Part]:
+    """One product where the parts can share it, as `packing` does; orders that differ show in the tensors only."""
+    kinds = {(part.groups, part.bits, part.ordered) for part in parts}
+    if len(kinds) > 1 or parts[0].groups is None:
+        return parts
+    first = parts[0]
+    return [
+        Part(
+            out_features=sum(part.out_features for part in parts), in_features=first.in_features, groups=first.groups,
+            bits=first.bits, bias=any(part.bias for part in parts), ordered=first.ordered,
+        )
+    ]  # fmt: skip
+
+
+def head_bytes(config: ModelConfig, itemsize: int) -> int:
+    """Bytes that an exit head of this target takes in memory, without its keys and values."""
+    shapes, hidden = module_shapes(config), config.hidden_size
+    products = [sum(shapes[name][0] * shapes[name][1] for name in names) for _, names in _BLOCKS.values()]
+    # Behind the products: two norms of the layer, the affine map and its bias, the final norm.
+    rest = [hidden, hidden, hidden * hidden, hidden, hidden]
+    return blob_bytes(cells * itemsize for cells in [*products, *rest])
+
+
+def kv_bytes_per_token(config: ModelConfig, itemsize: int) -> int:
+    """Keys and values of one token in one layer."""
+    return 2 * config.num_key_value_heads * config.head_dim * itemsize
+
+
+def plan_request(
+    config: ModelConfig,
+    *,
+    layers: Sequence[int],
+    tied: bool,
+    itemsize: int,
+    context: int,
+    draft_limit: int,
+    exit_layer: int | None,
+    device_memory: int | None,
+    resident_layers: int | None = None,
+    head: bool = True,
+) -> PlanRequest:
+    """What there is to place for a target with these packed layers; tiers beyond device and disk can be added to it.
+
+    `head`: there is an exit head for `exit_layer`.
+    """
+    table = config.vocab_size * config.hidden_size * itemsize
+    widest = max(
+        2 * config.intermediate_size, (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
+    )
+    # Activations of one chunk of rows, and the logits of a verification.
+    chunk = PREFILL_CHUNK * (widest + config.intermediate_size + 4 * config.hidden_size) * 4
+    return PlanRequest(
+        layer_bytes=tuple(layers),
+        kv_bytes_per_token=kv_bytes_per_token(config, itemsize),
+        rope_bytes_per_token=2 * (config.head_dim // 2) * 4,
+        context=context,
+        draft_slack=draft_limit,
+        embedding_bytes=table,
+        lm_head_bytes=0 if tied else table,
+        norm_bytes=config.hidden_size * itemsize,
+        head_bytes=head_bytes(config, itemsize) if exit_layer is not None and head else 0,
+        scratch_bytes=chunk + (draft_limit + 1) * config.vocab_size * 4,
+        scratch_bytes_per_token=config.hidden_size * 4,  # the states of a whole prompt
+        ring_slots=RING_SLOTS,
+        exit_layer=exit_layer,
+        device_memory=device_memory,
+        resident_layers=resident_layers,
+    )
