@@ -1,47 +1,32 @@
 """Recording a trace: decode plainly, then draft from the true prefix at every position, up to k_max tokens.
 
-Nothing is verified, since the plain ids are the truth. Lower-layer keys of a draft are overwritten by the next
-position's, which is why positions go in order. Looks behind Engine's public names, as `bench.internals` does.
+Nothing is verified, since the plain ids are the truth. The drafts of all positions grow side by side in slots behind
+the answer, which takes a fraction of the time. Looks behind Engine's public names, as `bench.internals` does.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from eesd_lite.bench.prompts import load_prompts
 from eesd_lite.cache import Rows
-from eesd_lite.controller import FixedController
 from eesd_lite.engine import Engine, keep_prefix
 from eesd_lite.errors import EesdError, PromptError
 from eesd_lite.params import SamplingParams
 from eesd_lite.progress import Progress, no_progress
 from eesd_lite.replay.trace import Answer, Position, Trace
-from eesd_lite.sampling import Sampler
-from eesd_lite.speculative import Drafter, draft
+from eesd_lite.sampling import Choice, Sampler
+from eesd_lite.speculative import Drafter, HeadDrafter
+from eesd_lite.target import LOGITS_ROWS
 
 _REPEATS = 25  # of a timed step; the smallest tells what the step takes when nobody else wants the machine
-
-
-class _Noting(FixedController):
-    """Drafts as many as it may and notes the confidences."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__(length)
-        self.confidences: list[float] = []
-
-    def begin(self, limit: int) -> None:
-        super().begin(limit)
-        self.confidences = []
-
-    def drafted(self, confidence: float) -> None:
-        super().drafted(confidence)
-        self.confidences.append(confidence)
 
 
 def record(
@@ -77,38 +62,107 @@ def record(
     return Trace(about, tuple(answers))
 
 
+@dataclass
+class _Lane:
+    """The draft that hangs below position `place`; its tokens take the slots from `slot` on."""
+
+    place: int
+    slot: int
+    limit: int
+    tokens: list[int] = field(default_factory=list)
+    confidences: list[float] = field(default_factory=list)
+
+    def row(self) -> tuple[int, int, int, list[int]]:
+        """Position, slot, prefix and path of the lane's last token."""
+        path = list(range(self.slot, self.slot + len(self.tokens)))
+        position = self.place + len(self.tokens)
+        return position, (path[-1] if path else position), self.place + 1, path
+
+
 @torch.inference_mode()
 def _positions(
     engine: Engine, prompt: Sequence[int], answer: Sequence[int], params: SamplingParams
 ) -> tuple[Position, ...]:
-    target, text = engine.target, engine.text
-    sampler = Sampler(params, engine.config.vocab_size, text.vocab_size if text.vocab_size > 0 else None)
+    """All drafts side by side, each seeing the true prefix and itself: row-invariance makes them those of a chain."""
+    target, text = engine.target, [*prompt, *answer]
+    sampler = Sampler(params, engine.config.vocab_size, engine.text.vocab_size if engine.text.vocab_size > 0 else None)
     assert engine.drafter_factory is not None
     drafter = engine.drafter_factory(target, sampler)
-    rows = Rows.chain(0, len(prompt), target.device)
-    keep_prefix(drafter, target.lower(target.embed(list(prompt)), rows), rows)
-    stop_ids = frozenset() if params.ignore_eos else text.eos_token_ids
-    found = []
+    known = Rows.chain(0, len(text) - 1, target.device)
+    states = target.lower(target.embed(text[:-1]), known)
+    keep_prefix(drafter, states, known)
+    stop_ids = frozenset() if params.ignore_eos else engine.text.eos_token_ids
+    together = (target.kv.capacity - len(text)) // engine.draft_limit
+    if together < 1:
+        raise PromptError(f"a prompt and its answer take {len(text)} of {target.kv.capacity} tokens: no room to draft")
+    lanes = []
     for index in range(len(answer) - 1):
         # The engine never drafts beyond the longest answer; nor is it known what would be right there.
-        limit = min(engine.draft_limit, params.max_new_tokens - index - 2)
-        noting, visible = _Noting(engine.draft_limit), [*prompt, *answer[: index + 1]]
-        tree = draft(target, drafter, noting, visible=visible, limit=max(limit, 0), stop_ids=stop_ids).tree
-        _keep_last(drafter, engine, visible, limit)
-        tokens, truth = tree.tokens[1:], answer[index + 1 :]
-        accepted = 0
-        while accepted < min(len(tokens), len(truth)) and tokens[accepted] == truth[accepted]:
-            accepted += 1
-        found.append(Position(index, tuple(tokens), tuple(noting.confidences), accepted))
-    return tuple(found)
+        limit = max(0, min(engine.draft_limit, params.max_new_tokens - index - 2))
+        slot = len(text) + (index % together) * engine.draft_limit
+        lanes.append(_Lane(len(prompt) + index, slot, limit))
+    for first in range(0, len(lanes), together):
+        _grow(lanes[first : first + together], states, drafter, sampler, engine, text, stop_ids)
+    return tuple(_position(index, lane, answer[index + 1 :]) for index, lane in enumerate(lanes))
 
 
-def _keep_last(drafter: Drafter, engine: Engine, visible: Sequence[int], limit: int) -> None:
-    """Where nothing was proposed, the head's entry of the current token is still missing."""
-    if limit <= 0:
-        target, place = engine.target, len(visible) - 1
-        row = Rows.chain(place, 1, target.device)
-        drafter.keep(target.lower(target.embed([visible[-1]]), row), row)
+def _grow(
+    lanes: Sequence[_Lane], states: Tensor, drafter: Drafter, sampler: Sampler, engine: Engine,
+    text: Sequence[int], stop_ids: frozenset[int],
+) -> None:  # fmt: skip
+    """Draft in all lanes, one token of each per step."""
+    target = engine.target
+    active = [lane for lane in lanes if lane.limit > 0]
+    state = torch.stack([states[lane.place] for lane in active]) if active else states[:0]
+    while active:
+        choices = _propose(drafter, sampler, engine, state, _rows(active), active, text)
+        for lane, choice in zip(active, choices, strict=True):
+            if choice is not None:
+                lane.tokens.append(choice.token_id)
+                lane.confidences.append(choice.confidence if choice.confidence is not None else 0.0)
+        done = zip(active, choices, strict=True)
+        active = [
+            lane for lane, choice in done
+            if choice is not None and len(lane.tokens) < lane.limit and choice.token_id not in stop_ids
+        ]  # fmt: skip
+        if active:
+            state = target.lower(target.embed([lane.tokens[-1] for lane in active]), _rows(active))
+
+
+def _rows(lanes: Sequence[_Lane]) -> Rows:
+    """One row per lane: the node that was drafted last."""
+    positions, slots, prefix, paths = zip(*(lane.row() for lane in lanes), strict=True)
+    table = torch.tensor(paths, dtype=torch.int64).reshape(len(lanes), -1)
+    return Rows(torch.tensor(positions), torch.tensor(slots), torch.tensor(prefix), table)
+
+
+def _propose(
+    drafter: Drafter, sampler: Sampler, engine: Engine, state: Tensor, rows: Rows, lanes: Sequence[_Lane],
+    text: Sequence[int],
+) -> list[Choice | None]:  # fmt: skip
+    """What `drafter` proposes after each row; the engine's own head passes all rows together."""
+    histories = [[*text[: lane.place + 1], *lane.tokens] for lane in lanes]
+    if isinstance(drafter, HeadDrafter) and engine.head is not None:
+        logits = [
+            row
+            for part in engine.head.forward(state, rows).split(LOGITS_ROWS)
+            for row in engine.target.ops.logits(part.contiguous(), engine.target.lm_head)
+        ]
+        return [
+            sampler.choose(row, len(history), history, with_confidence=True)
+            for row, history in zip(logits, histories, strict=True)
+        ]
+    return [
+        drafter.propose(state[n : n + 1], rows.slice(n, n + 1), position=len(history), history=history)
+        for n, history in enumerate(histories)
+    ]
+
+
+def _position(index: int, lane: _Lane, truth: Sequence[int]) -> Position:
+    accepted = 0
+    while accepted < min(len(lane.tokens), len(truth)) and lane.tokens[accepted] == truth[accepted]:
+        accepted += 1
+    return Position(index, tuple(lane.tokens), tuple(lane.confidences), accepted)
 
 
 @torch.inference_mode()

@@ -8,15 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from eesd_lite import SamplingParams
+from eesd_lite.cache import Rows
 from eesd_lite.controller import make_controller
-from eesd_lite.engine import Engine
+from eesd_lite.engine import Engine, keep_prefix
 from eesd_lite.errors import EesdError, TraceError
 from eesd_lite.replay.curves import make_curve
 from eesd_lite.replay.player import play
 from eesd_lite.replay.record import record
 from eesd_lite.replay.trace import Trace
+from eesd_lite.sampling import Sampler
+from eesd_lite.speculative import draft
 from tests.eesd_lite.replay.made_traces import drawn, made
 from tests.puppets import at_random, drafting, ids_of, plain_ids
 from tests.tiny import TinySpec
@@ -79,6 +83,30 @@ def test_a_recorded_draft_is_accepted_as_far_as_the_engine_accepts_it(
             )
             assert (played.rounds, played.accepted) == (done.rounds, done.accepted)
             assert played.drafted == done.drafted
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 4, "repetition_penalty": 1.2}])
+def test_drafts_side_by_side_are_those_of_one_chain_after_another(
+    engine_of: EngineOf, sampling: dict[str, Any]
+) -> None:
+    engine = engine_of(SPEC, **OPTIONS)
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True, **sampling)
+    trace = record(engine, PROMPTS[:1], params)
+    answer = trace.answers[0]
+    text = [*answer.prompt, *answer.answer]
+    sampler = Sampler(params, engine.config.vocab_size, engine.text.vocab_size)
+    assert engine.drafter_factory is not None
+    drafter, target = engine.drafter_factory(engine.target, sampler), engine.target
+    rows = Rows.chain(0, len(answer.prompt))
+    with torch.inference_mode():
+        keep_prefix(drafter, target.lower(target.embed(list(answer.prompt)), rows), rows)
+        for position in answer.positions[:20]:
+            visible = text[: len(answer.prompt) + position.index + 1]
+            tree = draft(
+                target, drafter, make_controller("fixed:6"), visible=visible, limit=6, stop_ids=frozenset()
+            ).tree
+            assert tuple(tree.tokens[1:]) == position.tokens
+    engine.reset()
 
 
 def test_a_trace_knows_what_it_was_recorded_with_and_leaves_the_engine_as_it_was(engine_of: EngineOf) -> None:
