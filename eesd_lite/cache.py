@@ -65,6 +65,13 @@ class Rows:
             paths=torch.tensor(padded, dtype=torch.int64, device=device).reshape(len(paths), depth),
         )
 
+    def to(self, device: torch.device | str) -> Rows:
+        """The same rows on `device`; themselves if they are there."""
+        if self.positions.device.type == torch.device(device).type:
+            return self
+        moved = (tensor.to(device) for tensor in (self.positions, self.slots, self.prefix, self.paths))
+        return Rows(*moved)
+
     def alone(self) -> Rows:
         """The same rows, each seeing only itself: for writing keys and values without paying for attention."""
         return Rows(
@@ -87,8 +94,8 @@ class Rows:
 class KVCache:
     """Keys and values of every layer, allocated once: `layer(i)` is a pair [num_key_value_heads, capacity, head_dim].
 
-    One contiguous tensor holds all layers, so that compacting an accepted path is one operation. The cache has no
-    length: who writes it knows what is valid, and forgetting is free.
+    One contiguous tensor holds all layers of a device, so that compacting an accepted path is one operation. The cache
+    has no length: who writes it knows what is valid, and forgetting is free.
     """
 
     def __init__(
@@ -100,18 +107,24 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        on_host: frozenset[int] = frozenset(),  # layers whose keys and values stay in host memory
     ) -> None:
         assert num_layers > 0 and capacity > 0, f"layers {num_layers}, capacity {capacity}"
         self.num_layers = num_layers
         self.capacity = capacity
-        shape = (num_layers, 2, num_key_value_heads, capacity, head_dim)
-        self._data = torch.zeros(shape, dtype=dtype, device=device)
-        self._pairs = [(self._data[layer, 0], self._data[layer, 1]) for layer in range(num_layers)]
-        assert len(self._pairs) == num_layers, f"{len(self._pairs)} caches for {num_layers} layers"
+        groups = [(device, [n for n in range(num_layers) if n not in on_host]), ("cpu", sorted(on_host))]
+        pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._data: list[torch.Tensor] = []
+        for where, members in groups:
+            if members:
+                shape = (len(members), 2, num_key_value_heads, capacity, head_dim)
+                self._data.append(torch.zeros(shape, dtype=dtype, device=where))
+                pairs |= {layer: (data[0], data[1]) for layer, data in zip(members, self._data[-1], strict=True)}
+        self._pairs = [pairs[layer] for layer in range(num_layers)]
 
     @property
     def nbytes(self) -> int:
-        return self._data.nbytes
+        return sum(data.nbytes for data in self._data)
 
     @property
     def bytes_per_token(self) -> int:
@@ -131,5 +144,6 @@ class KVCache:
             return  # an accepted chain already lies where it belongs
         for slot in (slot for pair in moves for slot in pair):
             assert 0 <= slot < self.capacity, f"slot {slot} of {self.capacity}"
-        from_slots, to_slots = (torch.tensor(side, device=self._data.device) for side in zip(*moves, strict=True))
-        self._data.index_copy_(3, to_slots, self._data.index_select(3, from_slots))
+        for data in self._data:
+            from_slots, to_slots = (torch.tensor(side, device=data.device) for side in zip(*moves, strict=True))
+            data.index_copy_(3, to_slots, data.index_select(3, from_slots))

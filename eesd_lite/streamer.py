@@ -8,7 +8,7 @@ sweep. An error on a thread is raised at the next `layer` call; `abandon` makes 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -44,6 +44,8 @@ class Slot(Protocol):
 
     def end_fill(self, nbytes: int) -> None: ...  # reader thread: the bytes are in `buffer`
 
+    def copy_fill(self, source: Tensor, nbytes: int) -> None: ...  # reader thread: instead of both, from host memory
+
     def acquire(self, layout: BlobLayout, bind: Bind) -> DecoderLayer: ...  # consumer: the layer, ready to run
 
     def release(self) -> None: ...  # consumer: done with it
@@ -62,6 +64,10 @@ class HostSlot:
     def end_fill(self, nbytes: int) -> None:
         """Nothing to copy."""
 
+    def copy_fill(self, source: Tensor, nbytes: int) -> None:
+        """One plain copy: torch's would start a second set of OpenMP threads from here."""
+        self.buffer.numpy()[:nbytes] = source.numpy()[:nbytes]
+
     def acquire(self, layout: BlobLayout, bind: Bind) -> DecoderLayer:
         if layout not in self._bound:  # layers of one layout share the views
             self._bound[layout] = bind(layout, self.buffer)
@@ -72,14 +78,25 @@ class HostSlot:
 
 
 class LayerStreamer:
-    """Streams `layers` of `store` through `slots`. One consumer thread at a time."""
+    """Streams `layers` of `store` through `slots`: from disk, or from host memory those whose blobs `host` has.
+
+    One consumer thread at a time.
+    """
 
     def __init__(
-        self, store: PackedStore, layers: Sequence[int], *, slots: Sequence[Slot], bind: Bind, reader: Reader
+        self,
+        store: PackedStore,
+        layers: Sequence[int],
+        *,
+        slots: Sequence[Slot],
+        bind: Bind,
+        reader: Reader,
+        host: Mapping[int, Tensor] | None = None,
     ) -> None:
         assert layers and slots, (len(layers), len(slots))
         self.layers = tuple(layers)
         self.reader = reader
+        self.host = dict(host or {})
         self._store = store
         self._slots = tuple(slots)
         self._bind = bind
@@ -180,47 +197,12 @@ class LayerStreamer:
         index = self.layers[number % len(self.layers)]
         slot = self._slots[number % len(self._slots)]
         nbytes = self._store.layouts[index].nbytes
+        if index in self.host:
+            slot.copy_fill(self.host[index], nbytes)
+            return
         slot.begin_fill()
         self.reader.read(self._store.path(index), slot.buffer, nbytes)
         if index not in self._checked:  # once: a sweep has no time for more
             self._store.check(index, slot.buffer)
             self._checked.add(index)
         slot.end_fill(nbytes)
-
-
-class LayerBank:
-    """All layers of the target: the first ones resident, the rest through the streamer. Counts what is consumed."""
-
-    def __init__(
-        self, resident: Sequence[DecoderLayer], streamer: LayerStreamer | None, layer_bytes: Sequence[int]
-    ) -> None:
-        self.resident = list(resident)
-        self.streamer = streamer
-        self.layer_bytes = tuple(layer_bytes)
-        self.streamed_bytes = 0  # bytes of offloaded layers consumed so far
-        self.forwards = [0] * len(layer_bytes)  # passes through every layer
-
-    def layer(self, index: int) -> DecoderLayer:
-        """See `LayerSource`."""
-        self.forwards[index] += 1
-        if index < len(self.resident):
-            return self.resident[index]
-        assert self.streamer is not None, f"layer {index} is neither resident nor streamed"
-        layer = self.streamer.layer(index)
-        self.streamed_bytes += self.layer_bytes[index]
-        return layer
-
-    def done(self, index: int) -> None:
-        """See `LayerSource`."""
-        if index >= len(self.resident) and self.streamer is not None:
-            self.streamer.done(index)
-
-    def abandon(self) -> None:
-        """After an interruption: the next sweep starts at its beginning."""
-        if self.streamer is not None:
-            self.streamer.abandon()
-
-    def close(self) -> None:
-        """Stop fetching."""
-        if self.streamer is not None:
-            self.streamer.close()

@@ -75,10 +75,18 @@ class DecoderLayer:
         self.ops.attention(qkv, cache[0], cache[1], rows.alone(), rope, self.num_heads)
 
 
+class RunnableLayer(Protocol):
+    """A decoder layer that can be run, wherever it computes."""
+
+    def forward(self, hidden: Tensor, rows: Rows, cache: tuple[Tensor, Tensor], rope: Rope) -> None:
+        """See `DecoderLayer.forward`."""
+        ...
+
+
 class LayerSource(Protocol):
     """Where layers come from. Each is borrowed by `layer` and given back by `done`, in order."""
 
-    def layer(self, index: int) -> DecoderLayer:
+    def layer(self, index: int) -> RunnableLayer:
         """Layer `index`, ready to run: waits for it if it is streamed."""
         ...
 

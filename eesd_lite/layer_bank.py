@@ -1,0 +1,80 @@
+"""All layers of the target, wherever their weights live: the one place that knows a layer's tier at run time.
+
+Layers that stay where they are computed (on the device, or on the CPU beside it) are bound once; the others come
+through the `LayerStreamer` in order. The bank counts what is consumed, so that invariant 1 can be checked by bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from eesd_lite.cache import Rows
+from eesd_lite.ops import Rope
+from eesd_lite.streamer import LayerStreamer
+from eesd_lite.transformer import DecoderLayer, RunnableLayer
+
+
+class HostLayer:
+    """Tier host-compute: weights, keys and values stay in host memory, and only hidden states travel.
+
+    The layer brings states, rows and rotary tables to the CPU itself, so that its caller need not know where it is.
+    """
+
+    def __init__(self, layer: DecoderLayer, rope: Rope) -> None:
+        self._layer = layer
+        self._rope = rope
+
+    def forward(self, hidden: Tensor, rows: Rows, cache: tuple[Tensor, Tensor], rope: Rope) -> None:
+        """See `DecoderLayer.forward`; `hidden` may lie on any device, `cache` lies in host memory."""
+        states = hidden.to("cpu")
+        self._layer.forward(states, rows.to("cpu"), cache, self._rope)
+        if states is not hidden:
+            hidden.copy_(states)
+
+
+class LayerBank:
+    """`fixed` has the layers that stay where they are computed; the rest passes through `streamer`."""
+
+    def __init__(
+        self, fixed: Mapping[int, RunnableLayer], streamer: LayerStreamer | None, layer_bytes: Sequence[int]
+    ) -> None:
+        streamed = set(streamer.layers) if streamer is not None else set()
+        assert set(fixed) | streamed == set(range(len(layer_bytes))) and not set(fixed) & streamed, (fixed, streamed)
+        self.fixed = dict(fixed)
+        self.streamer = streamer
+        self.layer_bytes = tuple(layer_bytes)
+        self.streamed_bytes = 0  # bytes of offloaded layers consumed so far
+        self.forwards = [0] * len(layer_bytes)  # passes through every layer
+
+    @property
+    def resident(self) -> list[RunnableLayer]:
+        """Layers of tier device, in order."""
+        return [layer for _, layer in sorted(self.fixed.items()) if not isinstance(layer, HostLayer)]
+
+    def layer(self, index: int) -> RunnableLayer:
+        """See `LayerSource`."""
+        self.forwards[index] += 1
+        if index in self.fixed:
+            return self.fixed[index]
+        assert self.streamer is not None
+        layer = self.streamer.layer(index)
+        self.streamed_bytes += self.layer_bytes[index]
+        return layer
+
+    def done(self, index: int) -> None:
+        """See `LayerSource`."""
+        if index not in self.fixed and self.streamer is not None:
+            self.streamer.done(index)
+
+    def abandon(self) -> None:
+        """After an interruption: the next sweep starts at its beginning."""
+        if self.streamer is not None:
+            self.streamer.abandon()
+
+    def close(self) -> None:
+        """Stop fetching."""
+        if self.streamer is not None:
+            self.streamer.close()
