@@ -19,32 +19,34 @@ PASSING = ("scratch", "reserve")  # items of a plan that no allocation lasts for
 
 
 def allocated_bytes(engine: Engine) -> dict[str, dict[str, int]]:
-    """{"device": {item: bytes}, "host": {item: bytes}}; "host" is empty where the device is the CPU."""
-    target = engine.target
-    head = engine.head
-    streamer = target.bank.streamer
-    roots: list[tuple[str, Any]] = [
-        ("embedding", target.embedding),
-        ("lm_head", target.lm_head),
-        ("norms", target.norm),
-        ("rope tables", target.rope),
-        ("KV cache", target.kv),
-        ("exit head KV cache", getattr(head, "_kv", None)),
-        ("resident layers", target.bank.resident),
-        ("stream ring", getattr(streamer, "_slots", None)),
-        ("exit head", head),
+    """{"device": {item: bytes}, "host": {item: bytes}}; "host" is empty where no layer lives in host memory."""
+    target, head = engine.target, engine.head
+    bank, streamer = target.bank, target.bank.streamer
+    roots: list[tuple[str, str, Any]] = [
+        ("device", "embedding", target.embedding),
+        ("device", "lm_head", target.lm_head),
+        ("device", "norms", target.norm),
+        ("device", "rope tables", target.rope),
+        ("host", "KV cache", target.kv.host_data),
+        ("device", "KV cache", target.kv),
+        ("device", "exit head KV cache", getattr(head, "_kv", None)),
+        ("device", "resident layers", bank.resident),
+        ("host", "layers to compute", bank.computed_on_host),
+        ("host", "layers to stream", getattr(streamer, "host", None)),
+        ("device", "stream ring", getattr(streamer, "_slots", None)),
+        ("device", "exit head", head),
     ]
     seen: set[tuple[str, int]] = set()
     found: dict[str, dict[str, int]] = {"device": {}, "host": {}}
-    for name, root in roots:
+    for place, name, root in roots:
         for tensor in _tensors(root, set()):
             storage = tensor.untyped_storage()
             key = (str(storage.device), storage.data_ptr())
             if key in seen or storage.nbytes() == 0:
                 continue
             seen.add(key)
-            place = found["device" if tensor.device.type == target.device.type else "host"]
-            place[name] = place.get(name, 0) + storage.nbytes()
+            where = found[place if tensor.device.type == target.device.type else "host"]
+            where[name] = where.get(name, 0) + storage.nbytes()
     return found
 
 

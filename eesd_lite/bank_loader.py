@@ -102,5 +102,3 @@ def _slots(plan: Plan, size: int, device: torch.device) -> list[Slot]:
     staging = Staging(plan.host_ring_slots or plan.ring_slots, size) if DISK in plan.tiers else None
     stream = torch.cuda.Stream(device)
     return [CudaSlot(size, device, stream, staging) for _ in range(plan.ring_slots)]
-
-

@@ -112,19 +112,26 @@ class KVCache:
         assert num_layers > 0 and capacity > 0, f"layers {num_layers}, capacity {capacity}"
         self.num_layers = num_layers
         self.capacity = capacity
-        groups = [(device, [n for n in range(num_layers) if n not in on_host]), ("cpu", sorted(on_host))]
         pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._data: list[torch.Tensor] = []
-        for where, members in groups:
-            if members:
-                shape = (len(members), 2, num_key_value_heads, capacity, head_dim)
-                self._data.append(torch.zeros(shape, dtype=dtype, device=where))
-                pairs |= {layer: (data[0], data[1]) for layer, data in zip(members, self._data[-1], strict=True)}
+
+        def allocate(members: list[int], where: torch.device | str) -> torch.Tensor | None:
+            if not members:
+                return None
+            shape = (len(members), 2, num_key_value_heads, capacity, head_dim)
+            data = torch.zeros(shape, dtype=dtype, device=where)
+            pairs.update({layer: (both[0], both[1]) for layer, both in zip(members, data, strict=True)})
+            return data
+
+        self._device_data = allocate([n for n in range(num_layers) if n not in on_host], device)
+        self.host_data = allocate(sorted(on_host), "cpu")
         self._pairs = [pairs[layer] for layer in range(num_layers)]
 
     @property
     def nbytes(self) -> int:
-        return sum(data.nbytes for data in self._data)
+        return sum(data.nbytes for data in self._parts())
+
+    def _parts(self) -> list[torch.Tensor]:
+        return [data for data in (self._device_data, self.host_data) if data is not None]
 
     @property
     def bytes_per_token(self) -> int:
@@ -144,6 +151,6 @@ class KVCache:
             return  # an accepted chain already lies where it belongs
         for slot in (slot for pair in moves for slot in pair):
             assert 0 <= slot < self.capacity, f"slot {slot} of {self.capacity}"
-        for data in self._data:
+        for data in self._parts():
             from_slots, to_slots = (torch.tensor(side, device=data.device) for side in zip(*moves, strict=True))
             data.index_copy_(3, to_slots, data.index_select(3, from_slots))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -30,6 +31,7 @@ from eesd_lite.loader import (
     load_head,
     load_target,
     plan_for,
+    rates_for,
 )
 from eesd_lite.packed_store import open_store
 from eesd_lite.params import SamplingParams
@@ -37,11 +39,13 @@ from eesd_lite.placement import Plan
 from eesd_lite.prepare import resolve_model
 from eesd_lite.progress import Progress, no_progress
 from eesd_lite.sampling import Sampler
+from eesd_lite.saved_plan import read_tiers, write_plan
 from eesd_lite.speculative import Drafter, HeadDrafter, accept, crop, draft, verify
 from eesd_lite.stats import Stats
 from eesd_lite.streamer import Reader
 from eesd_lite.target import Target
 from eesd_lite.text import TextCodec
+from eesd_lite.tiers import HOST_MODES
 from eesd_lite.units import parse_size
 from quant.checkpoint import Checkpoint
 
@@ -96,6 +100,9 @@ class Engine:
         throttle: float | None = None,
         draft_limit: int = 16,
         template: str | None = None,
+        host_memory: str | int | None = None,
+        host_mode: str = "auto",
+        plan_file: str | Path | None = None,
         reader: Reader | None = None,
         progress: Progress = no_progress,
     ) -> Engine:
@@ -103,11 +110,15 @@ class Engine:
 
         `device_memory` (such as "8GiB") bounds everything the engine allocates; `resident_layers` fixes the split by
         hand. `head` is a file, "off", "instant" or "random"; None takes the one that belongs to the model.
+        `host_memory` holds layers that do not fit the device: `host_mode` streams them, computes them on the CPU, or
+        ("auto") does what a short measurement says. `plan_file` repeats a saved placement, or saves this one.
         `throttle` slows reading to so many bytes per second (simulated links). Raises one of `errors.USER_ERRORS`.
         """
         make_controller(controller)  # a misspelt name fails before minutes of loading
         if not 1 <= draft_limit <= 64:
             raise EesdError(f"draft_limit must be from 1 to 64, not {draft_limit}")
+        if host_mode not in HOST_MODES:
+            raise EesdError(f"host_mode must be one of {', '.join(HOST_MODES)}, not '{host_mode}'")
         if threads is not None:
             if threads < 1:
                 raise EesdError(f"threads must be at least 1, not {threads}")
@@ -118,6 +129,7 @@ class Engine:
             device=device, dtype=dtype, device_memory=None if device_memory is None else parse_size(device_memory),
             resident_layers=resident_layers, context=default_context(config, context), draft_limit=draft_limit,
             threads=threads, throttle=throttle,
+            host_memory=None if host_memory is None else parse_size(host_memory), host_mode=host_mode,
         )  # fmt: skip
         ops, kernels = choose_kernels(options, progress)
         checkpoint = Checkpoint(source.folder)
@@ -125,7 +137,14 @@ class Engine:
         text = TextCodec.from_folder(source.folder, template=template)
         store = open_store(checkpoint, config, kernels, progress)
         chosen = choose_head(source, config, head, exit_layer, force=force_head, progress=progress)
-        plan = plan_for(checkpoint, config, store, options, chosen.exit_layer)
+        saved = None if plan_file is None else Path(plan_file)
+        if saved is not None and saved.exists():
+            tiers = read_tiers(saved, layers=config.num_hidden_layers, kernels=kernels.key)
+            options = replace(options, tiers=tiers)
+        rates = rates_for(checkpoint, config, store, options, progress)
+        plan = plan_for(checkpoint, config, store, options, chosen.exit_layer, rates)
+        if saved is not None and options.tiers is None:
+            write_plan(saved, plan, kernels.key)
         target = load_target(checkpoint, config, store, plan, options, ops, kernels, reader, progress)
         bound = None
         if plan.exit_layer is not None and chosen.head is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from eesd_lite.cache import Rows
@@ -53,6 +52,11 @@ class LayerBank:
     def resident(self) -> list[RunnableLayer]:
         """Layers of tier device, in order."""
         return [layer for _, layer in sorted(self.fixed.items()) if not isinstance(layer, HostLayer)]
+
+    @property
+    def computed_on_host(self) -> list[HostLayer]:
+        """Layers of tier host-compute, in order."""
+        return [layer for _, layer in sorted(self.fixed.items()) if isinstance(layer, HostLayer)]
 
     def layer(self, index: int) -> RunnableLayer:
         """See `LayerSource`."""

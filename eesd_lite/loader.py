@@ -6,11 +6,11 @@ one layer. Called once by `Engine.from_pretrained`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
+from eesd_lite.bank_loader import Place, load_bank
 from eesd_lite.blob_reader import BlobReader
 from eesd_lite.cache import KVCache
 from eesd_lite.config import ModelConfig
@@ -19,16 +19,18 @@ from eesd_lite.dense import layer_prefix
 from eesd_lite.errors import EesdError, HeadError, ModelError
 from eesd_lite.exit_head import ExitHead
 from eesd_lite.head_file import HeadShape, HeadTensors
-from eesd_lite.layer_blob import BlobLayout, page_buffer
-from eesd_lite.ops import Ops, TorchOps
-from eesd_lite.packed_store import PackedStore
+from eesd_lite.layer_blob import page_buffer
+from eesd_lite.ops import Ops, Rope, TorchOps
+from eesd_lite.packed_store import PackedStore, open_store
 from eesd_lite.packing import KernelSet
 from eesd_lite.placement import Plan, make_plan
 from eesd_lite.progress import Progress, no_progress
 from eesd_lite.rope import rope_tables
 from eesd_lite.sizing import plan_request
-from eesd_lite.streamer import HostSlot, LayerBank, LayerStreamer, Reader, Slot
+from eesd_lite.streamer import Reader
 from eesd_lite.target import Target
+from eesd_lite.tier_rates import ROWS, TierRates, measure_rates
+from eesd_lite.tiers import HOST_COMPUTE
 from eesd_lite.transformer import DecoderLayer
 from quant.checkpoint import Checkpoint
 from quant.kernels import DenseKernel, Int4CpuKernel, Int4CudaKernel
@@ -49,6 +51,9 @@ class LoadOptions:
     draft_limit: int
     threads: int | None
     throttle: float | None
+    host_memory: int | None = None
+    host_mode: str = "auto"  # how layers in host memory are used: stream, compute, or what a short measurement says
+    tiers: tuple[str, ...] | None = None  # of a saved plan
 
 
 def choose_kernels(options: LoadOptions, progress: Progress = no_progress) -> tuple[Ops, KernelSet]:
@@ -117,21 +122,59 @@ def _check_shape(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> N
 
 
 def plan_for(
-    checkpoint: Checkpoint, config: ModelConfig, store: PackedStore, options: LoadOptions, exit_layer: int | None
-) -> Plan:
-    """The placement for these options."""
-    return make_plan(
-        plan_request(
-            config,
-            layers=[layout.nbytes for layout in store.layouts],
-            tied=not has_own_lm_head(checkpoint, config),
-            itemsize=DTYPES[options.dtype].itemsize,
-            context=options.context,
-            draft_limit=options.draft_limit,
-            exit_layer=exit_layer,
-            device_memory=options.device_memory,
-            resident_layers=options.resident_layers,
-        )
+    checkpoint: Checkpoint, config: ModelConfig, store: PackedStore, options: LoadOptions, exit_layer: int | None,
+    rates: TierRates | None = None,
+) -> Plan:  # fmt: skip
+    """The placement for these options; `rates` settle the host mode `auto`, which is `compute` without them."""
+    request = plan_request(
+        config,
+        layers=[layout.nbytes for layout in store.layouts],
+        tied=not has_own_lm_head(checkpoint, config),
+        itemsize=DTYPES[options.dtype].itemsize,
+        context=options.context,
+        draft_limit=options.draft_limit,
+        exit_layer=exit_layer,
+        device_memory=options.device_memory,
+        resident_layers=options.resident_layers,
+    )
+    request = replace(
+        request,
+        host_memory=options.host_memory,
+        host_mode=options.host_mode if options.host_mode != "auto" or rates is not None else "compute",
+        staging=torch.device(options.device).type != "cpu",
+        tiers=options.tiers,
+    )
+    if rates is not None:
+        request = replace(request, link_rate=rates.link, host_rate=rates.host)
+    return make_plan(request)
+
+
+def rates_for(
+    checkpoint: Checkpoint, config: ModelConfig, store: PackedStore, options: LoadOptions, progress: Progress
+) -> TierRates | None:
+    """Measured where they decide something: a device beside the CPU, host layers, and nobody said what to do."""
+    device = torch.device(options.device)
+    if device.type == "cpu" or options.host_memory is None or options.host_mode != "auto" or options.tiers is not None:
+        return None
+    from eesd_lite.cuda_slot import CudaSlot, pin  # only where there is a CUDA device
+
+    progress("measuring link and CPU", 0, 0)
+    host = _host_place(checkpoint, config, options, rope_tables(config, max(ROWS), "cpu"), progress)
+    layout = host.store.layouts[-1]
+    blob = page_buffer(layout.nbytes)
+    BlobReader().read(host.store.path(len(host.store.layouts) - 1), blob, layout.nbytes)
+    slot, source = CudaSlot(layout.nbytes, device, torch.cuda.Stream(device), None), pin(blob)
+
+    def copy() -> None:
+        slot.copy_fill(source, layout.nbytes)
+        torch.cuda.synchronize(device)
+
+    kv = KVCache(
+        1, max(ROWS), num_key_value_heads=config.num_key_value_heads, head_dim=config.head_dim, dtype=host.ops.dtype
+    )
+    layer = DecoderLayer(config, host.ops, layout, blob, host.kernels)
+    return measure_rates(
+        layer, layout.nbytes, hidden=lambda rows: torch.ones(rows, config.hidden_size), kv=kv, rope=host.rope, copy=copy
     )
 
 
@@ -154,36 +197,21 @@ def load_target(
     lm_head = embedding
     if has_own_lm_head(checkpoint, config):
         lm_head = checkpoint.dequantized(LM_HEAD).to(dtype).to(device)
-
-    def bind(layout: BlobLayout, buffer: Tensor) -> DecoderLayer:
-        return DecoderLayer(config, ops, layout, buffer, kernels)
-
-    resident, loading = [], BlobReader()
-    for index in range(plan.resident_layers):
-        progress("loading layer", index, plan.resident_layers)
-        layout = store.layouts[index]
-        buffer = page_buffer(layout.nbytes)
-        loading.read(store.path(index), buffer, layout.nbytes)
-        store.check(index, buffer)
-        resident.append(bind(layout, buffer if device.type == "cpu" else buffer.to(device)))
-    loading.close()
-    streamer = None
-    offloaded = range(plan.resident_layers, config.num_hidden_layers)
-    if offloaded:
-        size = max(store.layouts[index].nbytes for index in offloaded)
-        streamer = LayerStreamer(
-            store, offloaded, slots=_slots(plan.ring_slots, size, device), bind=bind,
-            reader=reader if reader is not None else BlobReader(options.throttle),
-        )  # fmt: skip
+    rope = rope_tables(config, capacity, device)
+    here = Place(device, ops, kernels, store, rope)
+    on_host = frozenset(index for index, tier in enumerate(plan.tiers) if tier == HOST_COMPUTE)
+    beside = here if device.type == "cpu" or not on_host else _host_place(checkpoint, config, options, rope, progress)
+    kv = KVCache(
+        config.num_hidden_layers, capacity, num_key_value_heads=config.num_key_value_heads, head_dim=config.head_dim,
+        dtype=dtype, device=device, on_host=on_host,
+    )  # fmt: skip
+    reader = reader if reader is not None else BlobReader(options.throttle)
     return Target(
         config=config,
         ops=ops,
-        bank=LayerBank(resident, streamer, [layout.nbytes for layout in store.layouts]),
-        kv=KVCache(
-            config.num_hidden_layers, capacity, num_key_value_heads=config.num_key_value_heads,
-            head_dim=config.head_dim, dtype=dtype, device=device,
-        ),
-        rope=rope_tables(config, capacity, device),
+        bank=load_bank(config, plan, here, beside, reader, progress),
+        kv=kv,
+        rope=rope,
         embedding=embedding,
         norm=checkpoint.tensor(FINAL_NORM).to(dtype).to(device),
         lm_head=lm_head,
@@ -192,13 +220,13 @@ def load_target(
     )  # fmt: skip
 
 
-def _slots(count: int, size: int, device: torch.device) -> list[Slot]:
-    if device.type == "cuda":
-        from eesd_lite.cuda_slot import CudaSlot  # only where there is a CUDA device
-
-        stream = torch.cuda.Stream(device)
-        return [CudaSlot(size, device, stream) for _ in range(count)]
-    return [HostSlot(page_buffer(size)) for _ in range(count)]
+def _host_place(
+    checkpoint: Checkpoint, config: ModelConfig, options: LoadOptions, rope: Rope, progress: Progress
+) -> Place:
+    """The CPU beside a device: its own operations, kernels, packed layers and rotary tables."""
+    ops, kernels = choose_kernels(replace(options, device="cpu"), progress)
+    store = open_store(checkpoint, config, kernels, progress)
+    return Place(torch.device("cpu"), ops, kernels, store, (rope[0].cpu(), rope[1].cpu()))
 
 
 def load_head(target: Target, head: HeadTensors, kernels: KernelSet) -> ExitHead:

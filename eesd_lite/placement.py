@@ -24,6 +24,7 @@ from eesd_lite.tiers import (
     device_items,
     host_items,
     host_or_disk,
+    leading_device_layers,
     resident_choices,
     ring_sizes,
     total_of,
@@ -41,7 +42,7 @@ def make_plan(request: PlanRequest) -> Plan:
         plan = best_plan(request, request.exit_layer)
         if plan is not None:
             return plan
-        notes.append(_speculation_off(request, request.exit_layer))
+        notes.append(_split_too_shallow(request, request.exit_layer) or _speculation_off(request, request.exit_layer))
     elif request.exit_layer is not None:
         notes.append("speculation off: there is no exit head")
     plan = best_plan(request, None, tuple(notes))
@@ -69,6 +70,15 @@ def _check(request: PlanRequest) -> None:
             f"drafting at exit layer {request.exit_layer} needs {request.exit_layer} resident layers, "
             f"but {request.resident_layers} were asked for; ask for more, or take a shallower exit layer"
         )
+
+
+def _split_too_shallow(request: PlanRequest, exit_layer: int) -> str | None:
+    """The note for a saved plan that has not all layers below the exit on the device."""
+    if request.tiers is None or (first := leading_device_layers(request.tiers)) >= exit_layer:
+        return None
+    return (
+        f"speculation off: the saved plan begins with {first} device layers, exit layer {exit_layer} needs {exit_layer}"
+    )
 
 
 def _speculation_off(request: PlanRequest, exit_layer: int) -> str:

@@ -38,7 +38,8 @@ class Reader(Protocol):
 class Slot(Protocol):
     """One place of the ring. `buffer` is read into; the rest is called in the order listed."""
 
-    buffer: Tensor
+    @property
+    def buffer(self) -> Tensor: ...
 
     def begin_fill(self) -> None: ...  # reader thread: wait until the buffer may be overwritten
 

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from eesd_lite.cache import KVCache, Rows
 from eesd_lite.config import ModelConfig
+from eesd_lite.layer_bank import LayerBank
 from eesd_lite.ops import Ops, Rope
 from eesd_lite.sizing import PREFILL_CHUNK
-from eesd_lite.streamer import LayerBank
 from eesd_lite.transformer import run_layers
 
 LOGITS_ROWS = 8  # rows that share one pass over lm_head

@@ -40,6 +40,8 @@ class PlanRequest:
     host_mode: str = "stream"  # what happens to layers in host memory: stream, compute, or a balance by the rates
     link_rate: int = 25 * 10**9  # bytes per second from host to device
     host_rate: int = 20 * 10**9  # bytes of packed weights per second that the CPU multiplies by a verification's rows
+    staging: bool = True  # layers on disk pass through host memory; False where the device is the CPU
+    tiers: tuple[str, ...] | None = None  # of a saved plan: every layer's place is given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +102,17 @@ def best_plan(request: PlanRequest, exit_layer: int | None, notes: tuple[str, ..
 
 def resident_choices(request: PlanRequest, exit_layer: int | None) -> range:
     """How many first layers may be resident: exactly what the user said, else all that drafting needs or more."""
+    if request.tiers is not None:
+        first = leading_device_layers(request.tiers)
+        return range(first, first + 1) if first >= (exit_layer or 0) else range(0)
     if request.resident_layers is not None:
         return range(request.resident_layers, request.resident_layers + 1)
     return range(exit_layer or 0, len(request.layer_bytes) + 1)
+
+
+def leading_device_layers(tiers: tuple[str, ...]) -> int:
+    """How many layers at the beginning are on the device: the deepest exit layer that can draft."""
+    return next((n for n, tier in enumerate(tiers) if tier != DEVICE), len(tiers))
 
 
 def _may_fit(request: PlanRequest, exit_layer: int | None, resident: int) -> bool:
@@ -117,6 +127,12 @@ def host_or_disk(request: PlanRequest, exit_layer: int | None, resident: int) ->
     multiplies, so that disk, link and CPU all work all the time and a small ring is enough.
     """
     offloaded = len(request.layer_bytes) - resident
+    if request.tiers is not None:
+        fits = (
+            request.host_memory is None
+            or total_of(host_items(request, exit_layer, request.tiers)) <= request.host_memory
+        )
+        return request.tiers if fits else None
     if request.host_memory is None:
         return (DEVICE,) * resident + (DISK,) * offloaded
 
@@ -178,7 +194,8 @@ def ring_sizes(request: PlanRequest, tiers: tuple[str, ...]) -> tuple[int, int]:
 
 
 def _host_ring(request: PlanRequest, tiers: tuple[str, ...]) -> int:
-    return 0 if request.host_memory is None else min(_SMALLEST_RING, tiers.count(DISK))
+    """Without a budget for the host its ring is not planned: every slot then has a staging buffer of its own."""
+    return 0 if request.host_memory is None or not request.staging else min(_SMALLEST_RING, tiers.count(DISK))
 
 
 def _sizes(request: PlanRequest, tiers: tuple[str, ...], *wanted: str) -> list[int]:
@@ -215,7 +232,7 @@ def device_items(request: PlanRequest, exit_layer: int | None, tiers: tuple[str,
 
 def host_items(request: PlanRequest, exit_layer: int | None, tiers: tuple[str, ...]) -> Items:
     """Every allocation in host memory by name. Layers that the CPU multiplies have their keys and values there."""
-    if request.host_memory is None:
+    if request.host_memory is None and request.tiers is None:
         return ()
     computed = tiers.count(HOST_COMPUTE)
     slot_bytes = max(_sizes(request, tiers, DISK), default=0)

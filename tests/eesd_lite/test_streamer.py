@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from eesd_lite.errors import StreamError
+from eesd_lite.layer_bank import LayerBank
 from eesd_lite.layer_blob import BLOCK, lay_out
 from eesd_lite.packed_store import PackedStore
-from eesd_lite.streamer import HostSlot, LayerBank, LayerStreamer
+from eesd_lite.streamer import HostSlot, LayerStreamer
 
 LAYOUT = lay_out({"number": torch.zeros(4, dtype=torch.int64)}, {})
 
@@ -265,7 +266,7 @@ def test_closing_wakes_a_waiting_consumer_and_a_second_close_is_harmless() -> No
 def test_the_bank_counts_passes_and_offloaded_bytes() -> None:
     streamer = make(NumberReader(), range(2, 5))
     resident: list[Any] = [NumberLayer(LAYOUT, torch.zeros(BLOCK, dtype=torch.uint8)) for _ in range(2)]
-    bank = LayerBank(resident, streamer, [10, 20, 30, 40, 50])
+    bank = LayerBank(dict(enumerate(resident)), streamer, [10, 20, 30, 40, 50])
     for index in range(5):
         bank.layer(index)
         bank.done(index)
