@@ -25,7 +25,6 @@ from eesd_lite.exit_head import ExitHead
 from eesd_lite.head_choice import choose_head
 from eesd_lite.loader import (
     LoadOptions,
-    check_tensors,
     choose_kernels,
     default_context,
     load_head,
@@ -36,6 +35,7 @@ from eesd_lite.loader import (
 from eesd_lite.packed_store import open_store
 from eesd_lite.params import SamplingParams
 from eesd_lite.placement import Plan
+from eesd_lite.preflight import check_tensors
 from eesd_lite.prepare import resolve_model
 from eesd_lite.progress import Progress, no_progress
 from eesd_lite.sampling import Sampler
@@ -131,9 +131,9 @@ class Engine:
             threads=threads, throttle=throttle,
             host_memory=None if host_memory is None else parse_size(host_memory), host_mode=host_mode,
         )  # fmt: skip
+        checkpoint = Checkpoint(source.folder, tolerant=True)
+        notes = check_tensors(checkpoint, config)
         ops, kernels = choose_kernels(options, progress)
-        checkpoint = Checkpoint(source.folder)
-        check_tensors(checkpoint, config)
         text = TextCodec.from_folder(source.folder, template=template)
         store = open_store(checkpoint, config, kernels, progress)
         chosen = choose_head(source, config, head, exit_layer, force=force_head, progress=progress)
@@ -151,7 +151,7 @@ class Engine:
             bound = load_head(target, chosen.head, kernels)
         return cls(
             target, text, plan, head=bound, controller=controller, draft_limit=draft_limit,
-            name=source.name, notices=(*chosen.notices, *plan.notes),
+            name=source.name, notices=(*notes, *chosen.notices, *plan.notes),
         )  # fmt: skip
 
     def set_controller(self, spec: str) -> None:

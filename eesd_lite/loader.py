@@ -15,15 +15,15 @@ from eesd_lite.blob_reader import BlobReader
 from eesd_lite.cache import KVCache
 from eesd_lite.config import ModelConfig
 from eesd_lite.cpu_ops import FusedCpuOps
-from eesd_lite.dense import layer_prefix
-from eesd_lite.errors import EesdError, HeadError, ModelError
+from eesd_lite.errors import EesdError, HeadError
 from eesd_lite.exit_head import ExitHead
-from eesd_lite.head_file import HeadShape, HeadTensors
+from eesd_lite.head_file import HeadTensors
 from eesd_lite.layer_blob import page_buffer
 from eesd_lite.ops import Ops, Rope, TorchOps
 from eesd_lite.packed_store import PackedStore, open_store
 from eesd_lite.packing import KernelSet
 from eesd_lite.placement import Plan, make_plan
+from eesd_lite.preflight import EMBEDDING, FINAL_NORM, LM_HEAD, has_own_lm_head
 from eesd_lite.progress import Progress, no_progress
 from eesd_lite.rope import rope_tables
 from eesd_lite.sizing import plan_request
@@ -36,7 +36,6 @@ from quant.checkpoint import Checkpoint
 from quant.kernels import DenseKernel, Int4CpuKernel, Int4CudaKernel
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head"
 
 
 @dataclass(frozen=True)
@@ -87,38 +86,6 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise EesdError(f"device {name} was asked for, but there are only {torch.cuda.device_count()} CUDA devices")
     return device
-
-
-def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """Every tensor that is needed exists and has the shape that config.json promises: headers only, in a moment."""
-    table = (config.vocab_size, config.hidden_size)
-    _check_shape(checkpoint, EMBEDDING, table)
-    _check_shape(checkpoint, FINAL_NORM, (config.hidden_size,))
-    if has_own_lm_head(checkpoint, config):
-        _check_shape(checkpoint, f"{LM_HEAD}.weight", table)
-    layers = {
-        int(n.split(".")[2]) for n in checkpoint.tensors if n.startswith("model.layers.") and n.split(".")[2].isdigit()
-    }
-    missing = sorted(set(range(config.num_hidden_layers)) - layers)
-    if missing:
-        raise ModelError(f"{checkpoint.folder}: layer {missing[0]} of {config.num_hidden_layers} has no tensors")
-    shapes = HeadShape.from_config(config).tensor_shapes()  # a head's layer has the shape of the target's
-    for index in range(config.num_hidden_layers):
-        for name, shape in shapes.items():
-            if name.startswith("layer."):
-                _check_shape(checkpoint, f"{layer_prefix(index)}.{name.removeprefix('layer.')}", shape)
-
-
-def _check_shape(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
-    """The tensor `name`, or the quantized matrix in its place, is there and fits; kernels trust what they are given."""
-    module = name.removesuffix(".weight")
-    if checkpoint.is_quantized(module):
-        bits = checkpoint.quant_config.bits if checkpoint.quant_config is not None else 4
-        name, shape = f"{module}.qweight", (-(-shape[1] * bits // 32), shape[0])
-        checkpoint.info(f"{module}.scales"), checkpoint.info(f"{module}.qzeros")
-    found = checkpoint.info(name).shape
-    if found != shape:
-        raise ModelError(f"{checkpoint.folder}: '{name}' has shape {found}, config.json says {shape}")
 
 
 def plan_for(
@@ -176,14 +143,6 @@ def rates_for(
     return measure_rates(
         layer, layout.nbytes, hidden=lambda rows: torch.ones(rows, config.hidden_size), kv=kv, rope=host.rope, copy=copy
     )
-
-
-def has_own_lm_head(checkpoint: Checkpoint, config: ModelConfig) -> bool:
-    """Whether the output matrix is stored apart from the embedding."""
-    stored = f"{LM_HEAD}.weight" in checkpoint or checkpoint.is_quantized(LM_HEAD)
-    if not stored and not config.tie_word_embeddings:
-        raise ModelError(f"{checkpoint.folder}: 'lm_head.weight' is missing and config.json does not tie it")
-    return stored and not config.tie_word_embeddings
 
 
 def load_target(

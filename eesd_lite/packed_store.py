@@ -56,10 +56,10 @@ def checksum(buffer: Tensor, nbytes: int) -> int:
 def packed_folder(checkpoint: Checkpoint, kernels: KernelSet) -> Path:
     """Where the blobs of this checkpoint and these kernels live."""
     digest = hashlib.sha256(f"{FORMAT}|{kernels.key}".encode())
-    for path in sorted(checkpoint.folder.iterdir()):
-        if path.suffix == ".safetensors" or path.name in ("config.json", "quantize_config.json"):
-            status = path.stat()
-            digest.update(f"|{path.name}|{status.st_size}|{status.st_mtime_ns}".encode())
+    settings = [checkpoint.folder / name for name in ("config.json", "quantize_config.json")]
+    for path in [*sorted(checkpoint.index.files), *(path for path in settings if path.exists())]:
+        status = path.stat()
+        digest.update(f"|{path.name}|{status.st_size}|{status.st_mtime_ns}".encode())
     return home() / "packed" / f"{checkpoint.folder.resolve().name}-{digest.hexdigest()[:16]}"
 
 
@@ -101,9 +101,11 @@ def _packed_bytes(checkpoint: Checkpoint, kernels: KernelSet) -> int:
     total = 0
     for name, info in checkpoint.tensors.items():
         if ".layers." in name:
-            # Without an int4 kernel two codes, one byte, become two numbers of the dense type.
-            widened = kernels.int4 is None and name.endswith(".qweight")
-            total += info.nbytes * 2 * kernels.dense.dtype.itemsize if widened else info.nbytes
+            total += info.nbytes
+            if name.endswith(".qweight"):
+                module = checkpoint.module(name.removesuffix(".qweight"))
+                if kernels.int4 is None or module.bits != 4:  # every code becomes a number of the dense type
+                    total += module.in_features * module.out_features * kernels.dense.dtype.itemsize - info.nbytes
     return total + total // 4  # the second number of every scale pair, and alignment
 
 

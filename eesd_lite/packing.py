@@ -68,7 +68,8 @@ def _parts(checkpoint: Checkpoint, modules: list[str], kernels: KernelSet) -> li
     if not all(checkpoint.is_quantized(module) for module in modules):
         return [_pack_any(checkpoint, module, kernels) for module in modules]
     matrices = [checkpoint.matrix(module) for module in modules]
-    fusable = all(torch.equal(m.g_idx, matrices[0].g_idx) for m in matrices)
+    first = matrices[0]
+    fusable = all(m.bits == first.bits and torch.equal(m.g_idx, first.g_idx) for m in matrices)
     if len(matrices) > 1 and not fusable:
         return [_pack_matrix(matrix, kernels) for matrix in matrices]
     return [_pack_matrix(stack_rows(matrices), kernels)]

@@ -1,40 +1,65 @@
 """Packing of b-bit integers into int32 words, as AutoGPTQ, GPTQModel and transformers store them.
 
 `qweight` packs along the input features: word r of a column holds rows r*32/b ... in ascending bits. `qzeros`
-packs along the output features in the same manner; version 1 files store the zero point minus one. Codes are handled
-here as uint8 [out_features, in_features]. Used by `quant.matrix` (reading) and `quant.writer` (writing).
+packs along the output features in the same manner; version 1 files store the zero point minus one. Fields lie one after
+the other from the lowest bit up, across words where the width does not divide 32. Codes are handled here as uint8
+[out_features, in_features]. Used by `quant.checkpoint` (reading) and `quant.writer` (writing).
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-SUPPORTED_BITS = (2, 4, 8)
+SUPPORTED_BITS = (2, 3, 4, 8)
+
+
+def _cycle(bits: int) -> tuple[int, int]:
+    """(words, fields) after which the pattern repeats: 3-bit fields straddle words, 32 of them fill three."""
+    assert bits in SUPPORTED_BITS, bits
+    shared = math.gcd(bits, 32)
+    return bits // shared, 32 // shared
 
 
 def pack_words(values: Tensor, bits: int) -> Tensor:
-    """Pack uint8 `values` [n, m] along dim 0 into int32 [ceil(n*bits/32), m]; `bits` divides 32."""
-    assert bits in SUPPORTED_BITS, bits
-    per_word = 32 // bits
+    """Pack uint8 `values` [n, m] along dim 0 into int32 [ceil(n*bits/32), m], low bits first."""
+    words, fields = _cycle(bits)
     rows, columns = values.shape
-    words = -(-rows // per_word)
-    padded = torch.zeros(words * per_word, columns, dtype=torch.int64)
+    cycles = -(-rows // fields)
+    padded = torch.zeros(cycles * fields, columns, dtype=torch.int64)
     padded[:rows] = values
-    shifts = torch.arange(per_word, dtype=torch.int64).view(1, per_word, 1) * bits
-    packed = (padded.view(words, per_word, columns) << shifts).sum(dim=1)
-    # int64 sums of 32-bit fields do not fit int32 when the top bit is set: wrap by hand.
-    return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+    padded = padded.view(cycles, fields, columns)
+    packed = torch.zeros(cycles, words, columns, dtype=torch.int64)
+    for field in range(fields):
+        word, shift = divmod(field * bits, 32)
+        packed[:, word] |= (padded[:, field] << shift) & 0xFFFFFFFF
+        if shift + bits > 32:  # the rest of a field that straddles
+            packed[:, word + 1] |= padded[:, field] >> (32 - shift)
+    # Fields with the top bit set do not fit int32: wrap by hand.
+    packed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+    return packed.view(cycles * words, columns)[: -(-rows * bits // 32)]
 
 
 def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
     """Unpack int32 `words` [w, m] along dim 0 into uint8 [count, m]; spare fields of the last word are ignored."""
-    assert bits in SUPPORTED_BITS, bits
-    per_word = 32 // bits
-    fields = torch.empty(words.shape[0], per_word, words.shape[1], dtype=torch.uint8)
-    for field in range(per_word):  # one at a time: all at once in int32 would take eight times the memory
-        fields[:, field] = (words >> field * bits) & ((1 << bits) - 1)  # the mask drops the sign bits of the shift
-    return fields.reshape(words.shape[0] * per_word, words.shape[1])[:count]
+    per_cycle, fields = _cycle(bits)
+    cycles = -(-words.shape[0] // per_cycle)
+    short = cycles * per_cycle - words.shape[0]
+    if short:  # a last cycle that is cut: its missing words hold no field that is asked for
+        words = torch.nn.functional.pad(words, (0, 0, 0, short))
+    words = words.reshape(cycles, per_cycle, -1)
+    mask = (1 << bits) - 1
+    out = torch.empty(cycles, fields, words.shape[2], dtype=torch.uint8)
+    for field in range(fields):  # one at a time: all at once in int32 would take eight times the memory
+        word, shift = divmod(field * bits, 32)
+        value = words[:, word] >> shift  # the shift copies the sign bit: masked away, or below a straddling rest
+        if shift + bits > 32:
+            low = 32 - shift
+            value = (value & ((1 << low) - 1)) | (words[:, word + 1] << low)
+        out[:, field] = value & mask
+    return out.reshape(cycles * fields, words.shape[2])[:count]
 
 
 def pack_qweight(codes: Tensor, bits: int) -> Tensor:

@@ -1,21 +1,24 @@
-"""Which tensor lies in which file of a folder, from safetensors headers alone, checked before anything is loaded.
+"""The headers of safetensors files and small JSON files, read without trusting a byte of them.
 
-Headers, indexes and file names are other people's: sizes, offsets and paths are verified here, once, so that a damaged
-download is named in a second and not after minutes. `quant.checkpoint` reads tensors through the result.
+Sizes, offsets, names and shapes are other people's: each is verified here, once, so that a damaged download is named
+in a second and not after minutes, and so that no header makes us read, allocate or compute without bound. What passes
+is what the safetensors library accepts. `quant.folder_index` puts the files of a folder together. Standard library.
 """
 
 from __future__ import annotations
 
 import json
+import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quant.errors import CheckpointError
+from quant.errors import CheckpointError, shown
 
-MAX_HEADER_BYTES = 100 * 2**20
-INDEX_NAME = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 32 * 2**20  # 300,000 tensors; parsed, it takes some twenty times that
+MAX_JSON_BYTES = 32 * 2**20
+MAX_DIMENSIONS, MAX_EXTENT = 8, 2**48
 DTYPE_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
@@ -24,7 +27,7 @@ DTYPE_BYTES = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies and what it is; `begin` and `end` are byte offsets in the file."""
+    """Where one tensor lies and what it is; `begin` and `end` are byte offsets in the file (pickled: 0, size)."""
 
     name: str
     file: Path
@@ -38,95 +41,137 @@ class TensorInfo:
         return self.end - self.begin
 
 
+@dataclass(frozen=True)
+class FileScan:
+    """One weight file: its sound tensors, what is wrong with it, and the tensors that are known only by name. Where
+    even the names are unknown, `complete` is False."""
+
+    tensors: dict[str, TensorInfo]
+    problems: tuple[str, ...] = ()
+    lost: frozenset[str] = frozenset()
+    complete: bool = True
+
+
+def check_regular(path: Path, limit: int | None = None) -> int:
+    """The size of a regular file; CheckpointError for a device, a pipe, a folder, or more bytes than `limit`."""
+    try:
+        status = path.stat()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: {getattr(error, 'strerror', None) or error}; fetch the file again") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path}: not a regular file; fetch the file again")
+    if limit is not None and status.st_size > limit:
+        raise CheckpointError(f"{path}: {status.st_size} bytes where at most {limit} make sense; fetch the file again")
+    return status.st_size
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from `path`, or CheckpointError naming the file."""
+    check_regular(path, MAX_JSON_BYTES)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON ({error}); fetch the file again") from None
+        raise CheckpointError(f"{path}: not readable as JSON ({shown(error)}); fetch the file again") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds a JSON {type(value).__name__} where an object belongs")
     return value
 
 
-def read_header(path: Path) -> dict[str, TensorInfo]:
-    """All tensors of one safetensors file, or CheckpointError: missing, an LFS pointer, truncated, or inconsistent."""
+def scan_safetensors(path: Path) -> FileScan:
+    """All tensors of one safetensors file from its header, and everything that is wrong with them."""
     try:
-        size = path.stat().st_size
+        size = check_regular(path)
+        header, data_start, twice = _read_header(path, size)
+    except CheckpointError as error:
+        return FileScan({}, (str(error),), complete=False)
+    problems = [f"{path}: tensor '{shown(name)}' stands twice in the header; fetch the file again" for name in twice]
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        problems.append(f"{path}: the safetensors header has damaged metadata; fetch the file again")
+    tensors: dict[str, TensorInfo] = {}
+    for name, entry in header.items():
+        try:
+            tensors[name] = _tensor_info(path, name, entry, data_start)
+        except CheckpointError as error:
+            problems.append(str(error))
+    lost = frozenset(header) - frozenset(tensors)
+    if not lost:  # gaps are only sure where every tensor is known
+        problems += _placement_problems(path, tensors, data_start, size)
+    return FileScan(tensors, tuple(problems), lost)
+
+
+def _read_header(path: Path, size: int) -> tuple[dict[str, Any], int, list[str]]:
+    """(header, where the data begins, names that stand twice)."""
+    twice: list[str] = []
+
+    def no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            seen: set[str] = set()
+            twice.extend(name for name in names if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        return found
+
+    try:
         with path.open("rb") as file:
             start = file.read(8)
             if start.startswith(b"version "):
                 raise CheckpointError(f"{path}: a Git LFS pointer, not the weights; fetch the real file (git lfs pull)")
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
-            if not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            if not 0 < length <= size - 8:
                 raise CheckpointError(f"{path}: not a safetensors file or an incomplete download ({size} bytes)")
-            header = json.loads(file.read(length))
+            if length > MAX_HEADER_BYTES:
+                raise CheckpointError(
+                    f"{path}: a header of {length} bytes, at most {MAX_HEADER_BYTES} make sense; fetch the file again"
+                )
+            header = json.loads(file.read(length), object_pairs_hook=no_repeats)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}; the download is incomplete") from None
     except (UnicodeDecodeError, ValueError, RecursionError):
         raise CheckpointError(f"{path}: the safetensors header is damaged; fetch the file again") from None
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: the safetensors header is not an object; fetch the file again")
-    header.pop("__metadata__", None)
-    found = {name: _tensor_info(path, name, entry, 8 + length) for name, entry in header.items()}
-    missing = max((info.end for info in found.values()), default=0) - size
-    if missing > 0:
-        raise CheckpointError(f"{path}: incomplete download, {missing} bytes are missing; fetch the file again")
-    return found
+    return header, 8 + length, twice
 
 
 def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
     try:
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         begin, end = entry["data_offsets"]
-        numbers = (*shape, begin, end)
-        if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers):
+        if len(shape) > MAX_DIMENSIONS or not all(_is_extent(n) for n in (*shape, begin, end)):
             raise ValueError
         expected = DTYPE_BYTES[dtype]
     except (KeyError, TypeError, ValueError):
-        raise CheckpointError(f"{path}: tensor '{name}' has a damaged header entry; fetch the file again") from None
+        raise CheckpointError(
+            f"{path}: tensor '{shown(name)}' has a damaged header entry; fetch the file again"
+        ) from None
     for extent in shape:
         expected *= extent
     if end - begin != expected:
-        raise CheckpointError(f"{path}: tensor '{name}' takes {end - begin} bytes where its shape needs {expected}")
+        raise CheckpointError(
+            f"{path}: tensor '{shown(name)}' takes {end - begin} bytes where its shape {list(shape)} needs {expected}"
+        )
     return TensorInfo(name, path, dtype, shape, data_start + begin, data_start + end)
 
 
-def index_folder(folder: Path) -> dict[str, TensorInfo]:
-    """Every tensor of the checkpoint in `folder`: through the index where there is one, else the single file."""
-    index_path = folder / INDEX_NAME
-    if index_path.exists():
-        return _through_index(folder, index_path)
-    candidates = sorted(folder.glob("*.safetensors"))
-    if not candidates:
-        pickles = sorted([*folder.glob("*.bin"), *folder.glob("*.pt")])
-        hint = f"; {pickles[0].name} is a pickle: convert it to safetensors first" if pickles else ""
-        raise CheckpointError(f"{folder}: no .safetensors file{hint}")
-    if len(candidates) > 1:
-        names = ", ".join(path.name for path in candidates[:4])
-        raise CheckpointError(f"{folder}: {len(candidates)} weight files and no {INDEX_NAME} ({names}); keep one")
-    return read_header(candidates[0])
+def _is_extent(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and 0 <= number <= MAX_EXTENT
 
 
-def _through_index(folder: Path, index_path: Path) -> dict[str, TensorInfo]:
-    weight_map = read_json(index_path).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index_path}: no weight_map; fetch the file again")
-    for file_name in weight_map.values():
-        if not isinstance(file_name, str) or Path(file_name).name != file_name or file_name in ("", ".", ".."):
-            raise CheckpointError(f"{index_path}: '{file_name}' is not a file name inside the folder")
-    headers: dict[str, dict[str, TensorInfo]] = {}
-    for file_name in sorted(set(weight_map.values())):
-        if not (folder / file_name).exists():
-            present = len(list(folder.glob("*.safetensors")))
-            raise CheckpointError(
-                f"{folder / file_name}: named by {INDEX_NAME} but missing ({present} .safetensors files are there); "
-                "finish the download, or remove a stale index"
-            )
-        headers[file_name] = read_header(folder / file_name)
-    result: dict[str, TensorInfo] = {}
-    for name, file_name in weight_map.items():
-        if name not in headers[file_name]:
-            raise CheckpointError(f"{folder / file_name}: lacks tensor '{name}' that {INDEX_NAME} places there")
-        result[name] = headers[file_name][name]
-    return result
+def _placement_problems(path: Path, tensors: dict[str, TensorInfo], data_start: int, size: int) -> list[str]:
+    """Tensors that overlap, lie beyond the end of the file, or leave bytes between or behind them."""
+    problems, position = [], data_start
+    for info in sorted(tensors.values(), key=lambda info: (info.begin, info.end)):
+        if info.begin != position:
+            fault = "overlaps the tensor before it" if info.begin < position else "lies behind a gap"
+            problems.append(f"{path}: tensor '{shown(info.name)}' {fault}; fetch the file again")
+        position = max(position, info.end)
+    if position > size:
+        cut = [name for name, info in tensors.items() if info.end > size]
+        problems.append(
+            f"{path}: incomplete download, {position - size} bytes are missing ({len(cut)} tensors are cut off, such "
+            f"as '{shown(cut[0])}'); fetch the file again"
+        )
+    elif position < size:
+        problems.append(f"{path}: {size - position} bytes behind the last tensor; fetch the file again")
+    return problems

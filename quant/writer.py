@@ -15,10 +15,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quant.checkpoint import Checkpoint
+from quant.folder_index import INDEX_NAME
 from quant.gptq import GridSettings
 from quant.matrix import QuantizedMatrix
 from quant.packing import pack_qweight, pack_qzeros
-from quant.safetensors_index import INDEX_NAME, read_json
+from quant.safetensors_index import read_json
 
 SHARD_BYTES = 2 * 2**30
 _PROJECTION_ENDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -48,6 +48,7 @@ LIGHT = [
     "models",
     "quant",
     "quant.errors",
+    "quant.survey",
     "cli",
     "cli.chat",
     "cli.main",

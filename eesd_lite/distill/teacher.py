@@ -20,7 +20,7 @@ from eesd_lite.dense import BatchKV, DenseLayer, layer_forward, read_dense_layer
 from eesd_lite.distill.state_cache import StateCacheWriter
 from eesd_lite.errors import PromptError
 from eesd_lite.head_file import folder_fingerprint
-from eesd_lite.loader import EMBEDDING, FINAL_NORM, LM_HEAD, has_own_lm_head
+from eesd_lite.preflight import EMBEDDING, FINAL_NORM, LM_HEAD, has_own_lm_head
 from eesd_lite.progress import Progress, no_progress
 from eesd_lite.rope import rope_tables
 from quant.checkpoint import Checkpoint
