@@ -7,13 +7,15 @@ controllers_thompson.py; docs/controller.md explains them. Plain Python.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import re
+from typing import Any, Protocol, runtime_checkable
 
 from eesd_lite.controllers_thompson import CALIBRATED_EDGES, ThompsonController
 from eesd_lite.errors import EesdError
 
 CONTROLLER_NAMES = ("calibrated", "beta", "fixed:K", "hf", "off")
 _HF_THRESHOLD = 0.4  # transformers' assistant_confidence_threshold
+_SHARE = re.compile(r"0?\.[0-9]{1,6}|[01](\.0{0,6})?")  # 0 to 1
 _HF_LONGEST = 20  # transformers' num_assistant_tokens
 
 
@@ -38,6 +40,14 @@ class Controller(Protocol):
 
     def belief(self) -> dict[str, Any]:
         """What it has learned, ready for JSON."""
+
+
+@runtime_checkable
+class LearnsDraftTime(Protocol):
+    """A controller that also wants to know how long drafting took; told once a round, before `observe`."""
+
+    def draft_took(self, seconds: float) -> None:
+        """The part of the round's seconds that passed before verifying."""
 
 
 class FixedController:
@@ -68,12 +78,15 @@ class FixedController:
 
 
 class ThresholdController:
-    """The rule of transformers' assisted generation: draft until a token's confidence is below 0.4."""
+    """The rule of transformers' assisted generation: draft until a token's confidence is below a threshold."""
 
-    name = "hf"
-
-    def __init__(self) -> None:
+    def __init__(self, threshold: float = _HF_THRESHOLD) -> None:
+        self.threshold = threshold
         self._left = 0
+
+    @property
+    def name(self) -> str:
+        return "hf" if self.threshold == _HF_THRESHOLD else f"hf:{self.threshold:g}"
 
     def begin(self, limit: int) -> None:
         self._left = min(limit, _HF_LONGEST)
@@ -82,7 +95,7 @@ class ThresholdController:
         return self._left > 0
 
     def drafted(self, confidence: float) -> None:
-        self._left = self._left - 1 if confidence >= _HF_THRESHOLD else 0
+        self._left = self._left - 1 if confidence >= self.threshold else 0
 
     def observe(self, accepted: int, seconds: float) -> None:
         pass
@@ -96,6 +109,8 @@ def make_controller(spec: str, rng_seed: int = 0) -> Controller:
     kind, _, number = spec.strip().lower().partition(":")
     if kind == "fixed" and number.isascii() and number.isdigit() and len(number) <= 4:
         return FixedController(int(number))
+    if kind == "hf" and _SHARE.fullmatch(number):
+        return ThresholdController(float(number))
     if not number and ":" not in spec:
         if kind == "calibrated":
             return ThompsonController(kind, CALIBRATED_EDGES, rng_seed)
@@ -105,4 +120,6 @@ def make_controller(spec: str, rng_seed: int = 0) -> Controller:
             return ThresholdController()
         if kind == "off":
             return FixedController(0)
-    raise EesdError(f"there is no controller {spec!r}; choose from {', '.join(CONTROLLER_NAMES)} (such as fixed:4)")
+    raise EesdError(
+        f"there is no controller {spec!r}; choose from {', '.join(CONTROLLER_NAMES)} (such as fixed:4 or hf:0.5)"
+    )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from eesd_lite.cache import Rows
 from eesd_lite.config import ModelConfig
-from eesd_lite.controller import make_controller
+from eesd_lite.controller import Controller, LearnsDraftTime, make_controller
 from eesd_lite.emitter import Emitter, TokenEvent
 from eesd_lite.errors import EesdError, PromptError
 from eesd_lite.exit_head import ExitHead
@@ -80,6 +80,7 @@ class Engine:
         self._cached: list[int] = []  # tokens whose keys and values every cache holds
         self._closed = False
         self._open: weakref.ref[Generator[TokenEvent, None, None]] | None = None
+        self._last_prompt: list[int] | None = None  # of the conversation that the controller knows
         self.set_controller(controller)
 
     @classmethod
@@ -157,13 +158,36 @@ class Engine:
     def set_controller(self, spec: str) -> None:
         """Decide anew how much is drafted; forgets what was learned and (`off` keeps no head cache) the prefix."""
         self.controller_spec = spec
-        self.controller = make_controller(spec)
+        self._controller, self._keeps_learning = make_controller(spec), False
         self.reset()
 
+    @property
+    def controller(self) -> Controller:
+        """What decides now. The engine's own begins anew with every conversation; one that is assigned stays (a warm
+        start) until `set_controller`."""
+        return self._controller
+
+    @controller.setter
+    def controller(self, controller: Controller) -> None:
+        self._controller, self._keeps_learning = controller, True
+
     def reset(self) -> None:
-        """Forget the cached prefix; ends a generation that is still open."""
+        """Forget the cached prefix, and with it the conversation; ends a generation that is still open."""
         self._end_open()
         self._cached = []
+        self._forget_conversation()
+
+    def _forget_conversation(self) -> None:
+        if self._last_prompt is not None and not self._keeps_learning:
+            self._controller = make_controller(self.controller_spec)
+        self._last_prompt = None
+
+    def _continue_or_begin(self, ids: list[int]) -> None:
+        """A prompt that goes on from the last one is the conversation's next turn; any other begins a new one."""
+        last = self._last_prompt
+        if last is not None and not (len(ids) > len(last) and ids[: len(last)] == last):
+            self._forget_conversation()
+        self._last_prompt = ids
 
     def _end_open(self) -> None:
         """There is one cache: whoever begins anew ends an earlier generation, as if its iterator had been closed."""
@@ -198,6 +222,7 @@ class Engine:
         params = params if params is not None else SamplingParams()
         ids = self._check(prompt)
         self._end_open()
+        self._continue_or_begin(ids)
         run = self._run(ids, params)
         self._open = weakref.ref(run)
         return run
@@ -297,6 +322,8 @@ class Engine:
         drafted = draft(
             target, drafter, self.controller, visible=visible, limit=limit, stop_ids=self.text.eos_token_ids
         )
+        if isinstance(self.controller, LearnsDraftTime):
+            self.controller.draft_took(self.clock() - started)
         draft_bytes = bank.streamed_bytes
         logits = verify(target, drafted)
         accepted = accept(drafted.tree, logits, self._choose(sampler), visible)

@@ -237,7 +237,30 @@ def test_a_name_makes_the_controller_of_that_name(spec: str) -> None:
     assert make_controller(f" {spec.upper()} ").name == spec
 
 
-@pytest.mark.parametrize("spec", ["", "fast", "fixed", "fixed:", "fixed:-1", "fixed:x", "fixed:4.5", "off:", "beta:2"])
+def test_hf_takes_another_threshold_too() -> None:
+    assert play(make_controller("hf:0.95"), 16, [0.99, 0.94], 0, 1.0) == 2
+    assert play(make_controller("hf:0"), 16, [0.0], 0, 1.0) == 16
+    assert (make_controller("hf:0.4").name, make_controller("hf:.5").name) == ("hf", "hf:0.5")
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "",
+        "hf:",
+        "hf:2",
+        "hf:-0.1",
+        "hf:x",
+        "fast",
+        "fixed",
+        "fixed:",
+        "fixed:-1",
+        "fixed:x",
+        "fixed:4.5",
+        "off:",
+        "beta:2",
+    ],
+)
 def test_an_unknown_name_lists_the_known_ones(spec: str) -> None:
     with pytest.raises(EesdError, match="calibrated, beta, fixed:K, hf, off"):
         make_controller(spec)
