@@ -27,5 +27,5 @@ def test_rates_are_bytes_over_the_seconds_that_copies_and_products_take() -> Non
         Layer(), 31_000, hidden=lambda rows: torch.ones(rows, 4), kv=kv, rope=rope, copy=copy, clock=lambda: now[0]
     )
     assert found.link == 124_000
-    assert found.host == 31_000 * 1000 * len(ROWS) // sum(ROWS)
+    assert abs(found.host - 31_000 * 1000 * len(ROWS) / sum(ROWS)) <= 1
     assert set(rows_seen) == set(ROWS)
