@@ -9,6 +9,7 @@ from eesd_lite import __version__
 
 SUBCOMMANDS = {
     "fetch": "Prepare a known model, or list the known models.",
+    "plan": "Where a model's layers would lie in given memory, and what that costs.",
     "quantize": "Quantize a 16-bit model to 4-bit GPTQ.",
     "train": "Train exit heads for a model on its own text.",
     "bench": "Measure plain decoding against drafting, on this machine.",
@@ -32,6 +33,10 @@ class _Lazy(click.Group):
             from cli.fetch import fetch
 
             command = fetch
+        elif cmd_name == "plan":
+            from cli.plan import plan
+
+            command = plan
         elif cmd_name == "quantize":
             from cli.quantize import quantize
 

@@ -13,12 +13,10 @@ import torch
 
 from eesd_lite.config import ModelConfig
 from eesd_lite.errors import HeadError
-from eesd_lite.head_file import HeadShape, HeadTensors, folder_fingerprint, load_head, read_exit_layer
-from eesd_lite.home import home
+from eesd_lite.head_file import HeadShape, HeadTensors, folder_fingerprint, load_head
+from eesd_lite.head_list import available_heads
 from eesd_lite.prepare import ModelSource
 from eesd_lite.progress import Progress
-
-HEADS_FOLDER = "eesd_heads"  # beside the weights of a model folder
 
 
 @dataclass(frozen=True)
@@ -28,27 +26,6 @@ class ChosenHead:
     exit_layer: int | None
     head: HeadTensors | None
     notices: tuple[str, ...] = ()
-
-
-def heads_folder(model_name: str) -> Path:
-    """Where heads that were made on this machine are kept for a model."""
-    return home() / "heads" / model_name.replace("/", "--")
-
-
-def available_heads(source: ModelSource) -> dict[int, Path]:
-    """Heads that belong to a model, by exit layer: shipped ones, then those made here, then those in its folder."""
-    found: dict[int, Path] = {}
-    if source.recipe is not None:
-        for shipped in source.recipe.heads:
-            path = source.recipe.head(shipped.exit_layer)
-            if path is not None:
-                found[shipped.exit_layer] = path
-    for folder in (heads_folder(source.name), source.folder / HEADS_FOLDER):
-        for path in sorted(folder.glob("*.safetensors")) if folder.is_dir() else []:
-            exit_layer = read_exit_layer(path)
-            if exit_layer is not None:
-                found[exit_layer] = path
-    return found
 
 
 def choose_head(

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from eesd_lite.config import ModelConfig
 from eesd_lite.errors import HeadError
+from eesd_lite.head_list import FORMAT
 
-FORMAT = "eesd-head-1"
 _SHAPE_KEYS = (
     "vocab_size",
     "hidden_size",
@@ -201,16 +201,6 @@ def load_head(path: Path, config: ModelConfig, fingerprint: str | None = None, f
     except (KeyError, ValueError) as error:
         raise HeadError(f"{path}: damaged head metadata ({error}); copy or train it again") from None
     return HeadTensors(exit_layer, shape, tensors, theirs, summary, dict(metadata))
-
-
-def read_exit_layer(path: Path) -> int | None:
-    """The exit layer a file is for, or None when it is no head file (used to list heads without loading them)."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-        return int(metadata["exit_layer"]) if metadata.get("format") == FORMAT else None
-    except (OSError, SafetensorError, KeyError, ValueError):
-        return None
 
 
 def _check_format(path: Path, metadata: Mapping[str, str]) -> None:

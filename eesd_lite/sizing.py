@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from eesd_lite.config import ModelConfig
+from eesd_lite.errors import EesdError
 from eesd_lite.placement import PlanRequest
 from quant.safetensors_index import TensorInfo
 
@@ -216,3 +217,15 @@ def plan_request(
         device_memory=device_memory,
         resident_layers=resident_layers,
     )
+
+
+def default_context(config: ModelConfig, asked: int | None) -> int:
+    """The context to plan for: what was asked, else 2048 or less."""
+    longest = config.max_position_embeddings
+    if config.sliding_window is not None:
+        longest = min(longest, config.sliding_window)
+    if asked is None:
+        return min(longest, 2048)
+    if not 8 <= asked <= longest:
+        raise EesdError(f"context must be from 8 to {longest} for this model, not {asked}")
+    return asked

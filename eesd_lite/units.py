@@ -40,6 +40,15 @@ def available_memory() -> int:
     return int(psutil.virtual_memory().available * (1 - _AUTO_RESERVE))
 
 
+def available_device_memory() -> int:
+    """The same for the current CUDA device, whose driver and allocator need some too. Imports torch."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise BudgetError("auto asks a CUDA device what it has free, but torch sees none; give a size such as 8GiB")
+    return int(torch.cuda.mem_get_info()[0] * (1 - _AUTO_RESERVE / 2))
+
+
 def format_size(size: int) -> str:
     """A size for people, in binary units with three digits: 512 B, 1.50 KiB, 93.4 MiB, 7.00 GiB."""
     value = float(abs(size))

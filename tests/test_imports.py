@@ -35,9 +35,12 @@ LIGHT = [
     "eesd_lite.errors",
     "eesd_lite.fetch_wheel",
     "eesd_lite.home",
+    "eesd_lite.head_list",
     "eesd_lite.hub",
     "eesd_lite.params",
     "eesd_lite.placement",
+    "eesd_lite.plan_cost",
+    "eesd_lite.planning",
     "eesd_lite.prepare",
     "eesd_lite.progress",
     "eesd_lite.shadow",
@@ -52,6 +55,8 @@ LIGHT = [
     "cli",
     "cli.chat",
     "cli.main",
+    "cli.plan",
+    "cli.plan_table",
 ]
 
 

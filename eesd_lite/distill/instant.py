@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from eesd_lite.distill.run import TrainRequest, head_name, train_heads
-from eesd_lite.head_choice import heads_folder
+from eesd_lite.head_list import heads_folder
 from eesd_lite.home import atomic_dir, home, locked
 from eesd_lite.prepare import ModelSource
 from eesd_lite.progress import Progress, no_progress

@@ -12,8 +12,9 @@ import torch
 from eesd_lite import SamplingParams
 from eesd_lite.config import ModelConfig
 from eesd_lite.errors import HeadError
-from eesd_lite.head_choice import HEADS_FOLDER, ChosenHead, available_heads, choose_head, random_head
+from eesd_lite.head_choice import ChosenHead, choose_head, random_head
 from eesd_lite.head_file import folder_fingerprint, save_head
+from eesd_lite.head_list import HEADS_FOLDER, available_heads
 from eesd_lite.prepare import ModelSource
 from eesd_lite.progress import no_progress
 from models import RECIPES

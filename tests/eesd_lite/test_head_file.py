@@ -14,10 +14,10 @@ from eesd_lite.head_file import (
     fingerprint_names,
     folder_fingerprint,
     load_head,
-    read_exit_layer,
     save_head,
     target_fingerprint,
 )
+from eesd_lite.head_list import read_exit_layer
 
 CONFIG = ModelConfig(
     model_type="llama",

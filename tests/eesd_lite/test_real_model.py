@@ -16,7 +16,7 @@ from torch import Tensor
 from eesd_lite import SamplingParams
 from eesd_lite.cache import Rows
 from eesd_lite.engine import Engine
-from eesd_lite.head_choice import available_heads
+from eesd_lite.head_list import available_heads
 from eesd_lite.prepare import resolve_model
 from quant.checkpoint import Checkpoint
 from tests.puppets import assert_caches_are_those_of, caches, ids_of, plain_ids

@@ -1,0 +1,134 @@
+"""`eesd plan` as people call it: text, JSON, refusals in one line, and no torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from cli.main import eesd
+from cli.plan_table import plan_lines
+from eesd_lite.placement import Plan
+
+SMALL = Plan(
+    tiers=("device", "device", "host-stream", "host-compute", "disk"),
+    resident_layers=2,
+    exit_layer=1,
+    context=8,
+    ring_slots=2,
+    items=(("embedding", 5000), ("scratch", 300), ("resident layers", 200)),
+    total_bytes=5500,
+    sweep_bytes=200,
+    layer_bytes=(100,) * 5,
+    host_items=(("layers to stream", 100),),
+    host_total_bytes=100,
+)
+
+
+def test_a_plan_is_shown_layer_by_layer_and_item_by_item() -> None:
+    assert plan_lines(SMALL) == [
+        "layers   0  DDsc.",
+        "        D  2 on the device, 200 B",
+        "        s  1 in host memory, streamed, 100 B",
+        "        c  1 in host memory, computed there, 100 B",
+        "        .  1 on disk, 100 B",
+        "device:",
+        "                    planned  bytes",
+        "  embedding        4.88 KiB   5000",
+        "  scratch             300 B    300",
+        "  resident layers     200 B    200",
+        "  together         5.37 KiB   5500",
+        "host:",
+        "                    planned  bytes",
+        "  layers to stream    100 B    100",
+        "  together            100 B    100",
+    ]
+
+
+def test_what_is_allocated_stands_beside_what_was_planned() -> None:
+    lines = plan_lines(SMALL, {"device": {"embedding": 5000, "resident layers": 226}, "host": {"layers to stream": 99}})
+    assert [" ".join(line.split()) for line in lines[5:11]] == [
+        "device:",
+        "planned bytes allocated",
+        "embedding 4.88 KiB 5000 5000",
+        "scratch 300 B 300 while it computes",
+        "resident layers 200 B 200 226",
+        "together, lasting 5.08 KiB 5200 5226 (+0.50%)",
+    ]
+    assert lines[-1].endswith("99 (-1.00%)")
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(eesd, ["plan", *arguments], prog_name="eesd")
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_a_shape_and_a_preset_give_a_plan() -> None:
+    code, out, err = run("--shape", "llama-2-70b", "--preset", "24gb")
+    assert (code, err) == (0, "")
+    assert "layers  40  DDssssssssssssssssssssssssssssssssssssss" in out
+    assert "at most 3.33 tokens/s at tau 2.3, 1.45 without drafting" in out
+    assert "exit layers that could draft within these budgets: 1 to 42" in out
+
+
+def test_json_says_the_same_for_programs() -> None:
+    code, out, _ = run(
+        "--shape", "llama-2-13b", "--device-memory", "4GiB", "--host-memory", " 1500mb", "--json", "--tau", "3",
+        "--link-rate", "10GB/s",
+    )  # fmt: skip
+    found = json.loads(out)
+    assert code == 0 and set(found["tier_bytes"]) == {"device", "host-stream", "disk"}
+    assert found["device_memory"] == 4 << 30 and found["host_memory"] == 1_500_000_000
+    assert found["plan"]["total_bytes"] <= 4 << 30 and found["plan"]["host_total_bytes"] <= 1_500_000_000
+    assert found["tokens_per_second"] == pytest.approx(3 / found["sweep"]["seconds"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ((), 2, "give either MODEL or --shape NAME"),
+        (("x", "--shape", "llama-2-7b"), 2, "give either MODEL or --shape NAME"),
+        (("--shape", "llama-9"), 1, "no shape named 'llama-9'; known: smollm2-135m,"),
+        (("--shape", "llama-2-7b", "--device", "cpu", "--host-memory", "1GiB"), 2, "--device cuda"),
+        (("--shape", "llama-2-7b", "--device-memory", "8 apples"), 2, "cannot read the size '8 apples'"),
+        (("--shape", "llama-2-7b", "--device-memory", "0"), 1, "too small"),
+        (("--shape", "llama-2-70b", "--device-memory", "1MB"), 1, "(2759012800 bytes) too small"),
+        (("--shape", "llama-2-7b", "--tau", "0.5"), 2, "0.5 is not in the range"),
+        (("./nowhere",), 1, "no folder nowhere"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: tuple[str, ...], code: int, words: str) -> None:
+    found, out, err = run(*arguments)
+    assert (found, out) == (code, "") and words in err and "Traceback" not in err
+
+
+def test_an_exact_fit_fits_and_one_byte_less_does_not() -> None:
+    fixed = ("--shape", "llama-2-7b", "--exit-layer", "4", "--json", "--device-memory")
+    first = json.loads(run(*fixed, "4GiB")[1])["plan"]
+    exact = json.loads(run(*fixed, str(first["total_bytes"]))[1])["plan"]
+    assert exact["tiers"] == first["tiers"]
+    less = json.loads(run(*fixed, str(first["total_bytes"] - 1))[1])["plan"]
+    assert less["resident_layers"] < first["resident_layers"] or less["ring_slots"] < first["ring_slots"]
+
+
+@pytest.mark.parametrize("arguments", [("--shape", "qwen2.5-72b", "--preset", "16gb"), ("{folder}",)])
+def test_planning_imports_no_torch(arguments: tuple[str, ...], tiny_folder: Path) -> None:
+    words = [argument.format(folder=tiny_folder) for argument in arguments]
+    code = (
+        "import sys; from cli.main import eesd\n"
+        f"try: eesd({['plan', *words]!r}, prog_name='eesd')\n"
+        "except SystemExit as end: print(end.code, [m for m in ('torch', 'transformers', 'numba') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert result.stdout.splitlines()[-1] == "0 []", result.stderr
+
+
+@pytest.fixture
+def tiny_folder(tmp_path: Path) -> Path:
+    from tests.tiny import TinySpec, build
+
+    return build(tmp_path / "model", TinySpec(layers=3)).folder
