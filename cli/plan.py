@@ -73,13 +73,10 @@ def _wishes(given: dict[str, Any]) -> PlanWishes:
     device = given["device"]
     if device is None:
         device = "cuda" if given["preset"] or given["host_memory"] is not None else "cpu"
-    if device == "cpu" and (given["preset"] or given["host_memory"] is not None):
-        raise click.UsageError(
-            "--preset and --host-memory go with --device cuda; for a CPU all memory is device memory"
-        )
-    rates = Rates(
-        link=given["link_rate"] if device == "cuda" else None, disk=given["disk_rate"], host=given["host_rate"]
-    )
+    if device == "cpu" and given["preset"]:
+        raise click.UsageError("--preset is for --device cuda; on a CPU all memory is device memory")
+    linked = device == "cuda" or given["host_memory"] is not None
+    rates = Rates(link=given["link_rate"] if linked else None, disk=given["disk_rate"], host=given["host_rate"])
     wishes = PlanWishes.preset(given["preset"]) if given["preset"] else PlanWishes(device=device)
     own: dict[str, Any] = {
         name: given[name] for name in ("context", "exit_layer", "resident_layers", "draft_limit", "host_mode")

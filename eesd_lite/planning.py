@@ -15,12 +15,10 @@ from eesd_lite.head_list import available_heads
 from eesd_lite.placement import Plan, PlanRequest, make_plan
 from eesd_lite.plan_cost import Rates, SweepCost, sweep_cost
 from eesd_lite.prepare import find_local
-from eesd_lite.sizing import DTYPE_BYTES, default_context, folder_layers, plan_request, shape_layers
+from eesd_lite.sizing import DTYPE_BYTES, default_context, folder_layers, has_own_table, plan_request, shape_layers
 from eesd_lite.tiers import draft_capable
 from models.shapes import Shape, find_shape
-from quant.config import read_quant_config
-from quant.errors import CheckpointError
-from quant.safetensors_index import index_folder
+from quant.model_folder import ModelFolder
 
 GIB = 1 << 30
 PRESETS = {"8gb": (8, 16), "12gb": (12, 32), "16gb": (16, 32), "24gb": (24, 64)}  # GiB: the card, and RAM beside it
@@ -84,20 +82,14 @@ def plan_model(model: str | Path, wishes: PlanWishes) -> PlannedModel:
     """A plan for a model on this machine, from its headers. Raises ModelError, CheckpointError or BudgetError."""
     source = find_local(model)
     config = ModelConfig.from_folder(source.folder)
-    settings = read_quant_config(source.folder)
-    tensors = index_folder(source.folder)
+    opened = ModelFolder(source.folder)
     kernel, itemsize = _storage(wishes)
-    try:
-        layers = folder_layers(
-            tensors, config, ordered=settings is not None and settings.desc_act, kernel=kernel, itemsize=itemsize
-        )
-    except KeyError as error:
-        raise CheckpointError(f"{source.folder}: tensor '{error.args[0]}' is missing") from None
-    tied = config.tie_word_embeddings
+    layers = folder_layers(opened, config, kernel=kernel, itemsize=itemsize)
     heads = tuple(sorted(available_heads(source)))
     default = source.recipe.default_exit_layer if source.recipe is not None else None
     if wishes.exit_layer is None and heads:
         wishes = replace(wishes, exit_layer=default if default in heads else heads[-1])
+    tied = not has_own_table(opened, config)
     return _planned(source.name, config, layers, tied, wishes, heads=heads, notes=[])
 
 
@@ -142,7 +134,8 @@ def _planned(
             exit_layer=exit_layer or None, device_memory=wishes.device_memory, resident_layers=wishes.resident_layers,
         ),
         host_memory=wishes.host_memory, reserve_bytes=wishes.reserve, host_reserve_bytes=wishes.host_reserve,
-        host_mode=wishes.host_mode, link_rate=wishes.rates.link or 1, host_rate=wishes.rates.host,
+        host_mode=wishes.host_mode,
+        staging=wishes.device != "cpu", link_rate=wishes.rates.link or 1, host_rate=wishes.rates.host,
     )  # fmt: skip
     capable = draft_capable(request) if exit_layer else range(0)
     if wishes.exit_layer is None:

@@ -7,13 +7,13 @@ for byte. `plan_request` turns it into what `placement.make_plan` takes. Plain P
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from eesd_lite.config import ModelConfig
 from eesd_lite.errors import EesdError
 from eesd_lite.placement import PlanRequest
-from quant.safetensors_index import TensorInfo
+from quant.model_folder import ModelFolder
 
 PREFILL_CHUNK = 128  # rows that pass a layer together: bounds the scratch memory of a long prompt
 RING_SLOTS = 3
@@ -112,40 +112,43 @@ def shape_layers(
     return (one,) * config.num_hidden_layers
 
 
-def folder_layers(
-    tensors: Mapping[str, TensorInfo], config: ModelConfig, *, ordered: bool, kernel: str, itemsize: int
-) -> tuple[int, ...]:
+def folder_layers(folder: ModelFolder, config: ModelConfig, *, kernel: str, itemsize: int) -> tuple[int, ...]:
     """Packed bytes of every layer of a checkpoint, from its headers.
 
-    `ordered`: the settings claim act-order. Headers do not tell whether a stored bias is all zero, and then dropped:
-    it is counted. KeyError names a tensor that is missing.
+    Headers do not tell whether a stored bias is all zero, and then dropped: it is counted; nor whether an act-order
+    that the settings claim is a real one: it is believed. CheckpointError names a tensor that is missing or wrong.
     """
-    shapes = module_shapes(config)
+    settings = folder.quant_config
+    ordered = settings is not None and settings.desc_act and not settings.static_groups
     sizes = []
     for index in range(config.num_hidden_layers):
         prefix = f"model.layers.{index}"
         parts: list[Part] = []
         for block, names in _BLOCKS.values():
-            parts += _fused([_part(tensors, f"{prefix}.{block}.{name}", shapes[name], ordered) for name in names])
+            parts += _fused([_part(folder, f"{prefix}.{block}.{name}", ordered) for name in names])
         norms = [
-            info.shape[0]
+            folder.info(f"{prefix}.{name}.weight").shape[0]
             for name in ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
-            if (info := tensors.get(f"{prefix}.{name}.weight")) is not None
+            if f"{prefix}.{name}.weight" in folder
         ]
         sizes.append(layer_bytes(parts, norms, kernel=kernel, itemsize=itemsize))
     return tuple(sizes)
 
 
-def _part(tensors: Mapping[str, TensorInfo], module: str, shape: tuple[int, int], ordered: bool) -> Part:
-    out_features, in_features = shape
-    bias = f"{module}.bias" in tensors
-    if f"{module}.qweight" not in tensors:
-        tensors[f"{module}.weight"]  # KeyError if there is neither
+def has_own_table(folder: ModelFolder, config: ModelConfig) -> bool:
+    """Whether lm_head takes bytes of its own: a quantized one always does, a 16-bit one where it is not tied."""
+    return folder.is_quantized("lm_head") or not config.tie_word_embeddings
+
+
+def _part(folder: ModelFolder, module: str, ordered: bool) -> Part:
+    bias = f"{module}.bias" in folder
+    if not folder.is_quantized(module):
+        out_features, in_features = folder.info(f"{module}.weight").shape
         return Part(out_features=out_features, in_features=in_features, groups=None, bias=bias)
-    words, groups = tensors[f"{module}.qweight"].shape[0], tensors[f"{module}.scales"].shape[0]
+    found = folder.module(module)
     return Part(
-        out_features=out_features, in_features=in_features, groups=groups, bits=words * 32 // in_features, bias=bias,
-        ordered=ordered and groups > 1,
+        out_features=found.out_features, in_features=found.in_features, groups=found.groups, bits=found.bits,
+        bias=bias, ordered=ordered and found.groups > 1,
     )  # fmt: skip
 
 

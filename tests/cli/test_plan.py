@@ -93,7 +93,7 @@ def test_json_says_the_same_for_programs() -> None:
         ((), 2, "give either MODEL or --shape NAME"),
         (("x", "--shape", "llama-2-7b"), 2, "give either MODEL or --shape NAME"),
         (("--shape", "llama-9"), 1, "no shape named 'llama-9'; known: smollm2-135m,"),
-        (("--shape", "llama-2-7b", "--device", "cpu", "--host-memory", "1GiB"), 2, "--device cuda"),
+        (("--shape", "llama-2-7b", "--device", "cpu", "--preset", "8gb"), 2, "--device cuda"),
         (("--shape", "llama-2-7b", "--device-memory", "8 apples"), 2, "cannot read the size '8 apples'"),
         (("--shape", "llama-2-7b", "--device-memory", "0"), 1, "too small"),
         (("--shape", "llama-2-70b", "--device-memory", "1MB"), 1, "(2759012800 bytes) too small"),

@@ -12,9 +12,10 @@ from eesd_lite.config import ModelConfig
 from eesd_lite.engine import Engine
 from eesd_lite.sizing import Part, folder_layers, head_bytes, kernel_group, part_bytes, shape_layers
 from models.shapes import find_shape
+from quant.errors import CheckpointError
 from quant.kernels import Int4CpuKernel, kernel_order
 from quant.matrix import QuantizedMatrix
-from quant.safetensors_index import index_folder
+from quant.model_folder import ModelFolder
 from tests.tiny import Tiny, TinySpec
 
 TinyOf = Callable[[TinySpec], Tiny]
@@ -39,9 +40,7 @@ def test_headers_tell_the_bytes_of_every_packed_layer(
 ) -> None:
     engine, folder = engine_of(spec, dtype=dtype), tiny_of(spec).folder
     kernel, itemsize = ("int4-cpu", 2) if dtype == "bfloat16" else ("dense", 4)
-    found = folder_layers(
-        index_folder(folder), ModelConfig.from_folder(folder), ordered=spec.desc_act, kernel=kernel, itemsize=itemsize
-    )
+    found = folder_layers(ModelFolder(folder), ModelConfig.from_folder(folder), kernel=kernel, itemsize=itemsize)
     if spec.desc_act and spec.group != -1:  # the orders of q, k and v differ here: three products in place of one
         packed = engine.target.bank.layer_bytes
         assert all(0 <= real - size <= 4096 for real, size in zip(packed, found, strict=True)), (packed, found)
@@ -50,10 +49,10 @@ def test_headers_tell_the_bytes_of_every_packed_layer(
 
 
 def test_a_layer_without_one_of_its_tensors_is_named(tiny_of: TinyOf) -> None:
-    folder = tiny_of(TinySpec(layers=2)).folder
-    tensors = {n: i for n, i in index_folder(folder).items() if n != "model.layers.1.mlp.up_proj.qweight"}
-    with pytest.raises(KeyError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
-        folder_layers(tensors, ModelConfig.from_folder(folder), ordered=False, kernel="int4-cpu", itemsize=2)
+    opened = ModelFolder(tiny_of(TinySpec(layers=2)).folder)
+    del opened.tensors["model.layers.1.mlp.up_proj.qweight"]
+    with pytest.raises(CheckpointError, match=r"tensor 'model\.layers\.1\.mlp\.up_proj\.weight' is missing"):
+        folder_layers(opened, ModelConfig.from_folder(opened.folder), kernel="int4-cpu", itemsize=2)
 
 
 @pytest.mark.real
@@ -62,8 +61,7 @@ def test_the_demo_model_packs_to_the_bytes_of_its_shape(demo_model: Path) -> Non
     with Engine.from_pretrained(demo_model, threads=1, context=64, resident_layers=20, exit_layer=20) as engine:
         packed, head = engine.target.bank.layer_bytes, engine.head
         assert head is not None and head.nbytes == head_bytes(config, 2)
-    tensors = index_folder(demo_model)
-    assert packed == folder_layers(tensors, config, ordered=False, kernel="int4-cpu", itemsize=2)
+    assert packed == folder_layers(ModelFolder(demo_model), config, kernel="int4-cpu", itemsize=2)
     assert packed == shape_layers(config, group_size=64, kernel="int4-cpu", itemsize=2)
 
 
