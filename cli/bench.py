@@ -57,6 +57,13 @@ _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_pena
 @click.option("--exit-layer", type=POSITIVE, help="Draft at this layer.  [default: the model's]")
 @click.option("--head", help='Exit head: a file, "instant" or "random".  [default: the one that belongs to the model]')
 @click.option(
+    "--drafter",
+    type=click.Choice(["head", "ngram", "both"]),
+    default="head",
+    show_default=True,
+    help="Draft with the exit head, from repeated text, or both.",
+)
+@click.option(
     "--controllers",
     type=Names(),
     default="off,fixed:4,calibrated",

@@ -51,6 +51,7 @@ class ChatSettings:
     exit_layer: int | None = None
     controller: str = "calibrated"
     head: str | None = None
+    drafter: str = "head"
     force_head: bool = False
     context: int | None = None
     threads: int | None = None
@@ -71,6 +72,7 @@ def open_engine(settings: ChatSettings, progress: Progress) -> ChatEngine:
         resident_layers=settings.resident_layers,
         exit_layer=settings.exit_layer,
         head=settings.head,
+        drafter=settings.drafter,
         force_head=settings.force_head,
         controller=settings.controller,
         context=settings.context,
@@ -165,7 +167,9 @@ def header(settings: ChatSettings, engine: ChatEngine) -> str:
     parts = [settings.model, f"{where} ({used})"]
     if streamed:
         parts.append(f"{format_size(plan.sweep_bytes)} read per sweep")
-    drafts = f"exit head after layer {plan.exit_layer}, {settings.controller}" if plan.exit_layer else "plain decoding"
+    sources = [f"exit head after layer {plan.exit_layer}"] if plan.exit_layer else []
+    sources += ["repeated text"] if settings.drafter != "head" else []
+    drafts = f"{' and '.join(sources)}, {settings.controller}" if sources else "plain decoding"
     return f"{', '.join(parts)}, {drafts}. /help lists commands."
 
 
@@ -204,6 +208,13 @@ def make_command(open_engine: OpenEngine = open_engine) -> click.Command:
         help="How much to draft: calibrated, beta, fixed:K, hf or off.",
     )
     @click.option("--head", metavar="PATH|off|instant", help="Exit head file; instant: make one now.")
+    @click.option(
+        "--drafter",
+        type=click.Choice(["head", "ngram", "both"]),
+        default="head",
+        show_default=True,
+        help="Draft with the exit head, from repeated text (needs no head), or both.",
+    )
     @click.option("--force-head", is_flag=True, help="Take a head made for another model (can only cost speed).")
     @click.option("--temperature", type=float, default=0.7, show_default=True, help="0 is greedy.")
     @click.option("--top-k", type=int, default=50, show_default=True, help="0: no limit.")

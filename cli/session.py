@@ -103,7 +103,8 @@ class Session:
     def totals(self) -> list[str]:
         """What `/stats` says."""
         controller = getattr(self._engine, "controller", None)
-        if controller is None or self._engine.plan.exit_layer is None:
+        drafts = getattr(self._engine, "drafter_factory", self._engine.plan.exit_layer) is not None
+        if controller is None or not drafts:
             return totals(self._engine.stats, {})
         return totals(self._engine.stats, controller.belief())
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from eesd_lite.cache import Rows
 from eesd_lite.config import ModelConfig
 from eesd_lite.controller import Controller, LearnsDraftTime, make_controller
+from eesd_lite.drafters import check_drafter, drafter_factory
 from eesd_lite.emitter import Emitter, TokenEvent
 from eesd_lite.errors import EesdError, PromptError
 from eesd_lite.exit_head import ExitHead
@@ -40,7 +41,7 @@ from eesd_lite.prepare import resolve_model
 from eesd_lite.progress import Progress, no_progress
 from eesd_lite.sampling import Sampler
 from eesd_lite.saved_plan import read_tiers, write_plan
-from eesd_lite.speculative import Drafter, HeadDrafter, accept, crop, draft, verify
+from eesd_lite.speculative import Drafter, accept, crop, draft, verify
 from eesd_lite.stats import Stats
 from eesd_lite.streamer import Reader
 from eesd_lite.target import Target
@@ -48,8 +49,6 @@ from eesd_lite.text import TextCodec
 from eesd_lite.tiers import HOST_MODES
 from eesd_lite.units import parse_size
 from quant.checkpoint import Checkpoint
-
-DrafterFactory = Callable[[Target, Sampler], Drafter]
 
 
 class Engine:
@@ -65,6 +64,7 @@ class Engine:
         controller: str,
         draft_limit: int,
         name: str,
+        drafter: str = "head",
         notices: Sequence[str] = (),
     ) -> None:
         self.target, self.text, self.plan, self.head = target, text, plan, head
@@ -73,9 +73,7 @@ class Engine:
         self.notices = tuple(notices)
         self.stats = Stats()
         self.draft_limit = draft_limit
-        self.drafter_factory: DrafterFactory | None = None
-        if head is not None:
-            self.drafter_factory = lambda target, sampler: HeadDrafter(head, target, sampler)
+        self.drafter_factory = drafter_factory(drafter, head)
         self.clock = time.perf_counter
         self._cached: list[int] = []  # tokens whose keys and values every cache holds
         self._closed = False
@@ -100,6 +98,7 @@ class Engine:
         dtype: str = "bfloat16",
         throttle: float | None = None,
         draft_limit: int = 16,
+        drafter: str = "head",
         template: str | None = None,
         host_memory: str | int | None = None,
         host_mode: str = "auto",
@@ -111,10 +110,12 @@ class Engine:
 
         `device_memory` (such as "8GiB") bounds everything the engine allocates; `resident_layers` fixes the split by
         hand. `head` is a file, "off", "instant" or "random"; None takes the one that belongs to the model.
-        `host_memory` holds layers that do not fit the device: `host_mode` streams them, computes them on the CPU, or
-        ("auto") does what a short measurement says. `plan_file` repeats a saved placement, or saves this one.
+        `drafter` "ngram" proposes what followed the same tokens earlier and needs no head; "both" takes what is
+        believed more. `host_memory` holds layers that do not fit the device: `host_mode` streams them, computes them on
+        the CPU, or ("auto") does what a short measurement says. `plan_file` repeats a saved placement, or saves it.
         `throttle` slows reading to so many bytes per second (simulated links). Raises one of `errors.USER_ERRORS`.
         """
+        check_drafter(drafter)
         make_controller(controller)  # a misspelt name fails before minutes of loading
         if not 1 <= draft_limit <= 64:
             raise EesdError(f"draft_limit must be from 1 to 64, not {draft_limit}")
@@ -137,6 +138,7 @@ class Engine:
         ops, kernels = choose_kernels(options, progress)
         text = TextCodec.from_folder(source.folder, template=template)
         store = open_store(checkpoint, config, kernels, progress)
+        head = "off" if drafter == "ngram" else head
         chosen = choose_head(source, config, head, exit_layer, force=force_head, progress=progress)
         saved = None if plan_file is None else Path(plan_file)
         if saved is not None and saved.exists():
@@ -152,7 +154,7 @@ class Engine:
             bound = load_head(target, chosen.head, kernels)
         return cls(
             target, text, plan, head=bound, controller=controller, draft_limit=draft_limit,
-            name=source.name, notices=(*notes, *chosen.notices, *plan.notes),
+            name=source.name, drafter=drafter, notices=(*notes, *chosen.notices, *plan.notes),
         )  # fmt: skip
 
     def set_controller(self, spec: str) -> None:

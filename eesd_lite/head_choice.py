@@ -63,8 +63,8 @@ def _belonging_head(source: ModelSource, config: ModelConfig, exit_layer: int | 
     heads = available_heads(source)
     if not heads:
         notice = (
-            "no exit head for this model: decoding plainly; "
-            "--head instant makes one in about a minute, eesd train makes a better one"
+            "no exit head for this model, so no drafts from one: --head instant makes one in about a minute, "
+            "eesd train makes a better one, --drafter ngram needs none"
         )
         if exit_layer is not None:
             raise HeadError(f"{source.name}: no exit head at all, so none for layer {exit_layer}; see eesd train")

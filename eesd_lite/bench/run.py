@@ -99,6 +99,7 @@ def open_field(
     }
     without_head = {**common, "head": "off", "controller": PLAIN}
     with_head = {**common, "exit_layer": settings.exit_layer, "head": settings.head, "controller": PLAIN}
+    with_head["drafter"] = settings.drafter
 
     def opened(options: Options) -> BenchEngine:
         engine = open_engine(settings.model, options, progress)

@@ -58,6 +58,7 @@ class BenchSettings:
     resident_layers: int | None = None
     exit_layer: int | None = None
     head: str | None = None
+    drafter: str = "head"
     keep_controllers: bool = False  # True: what they learned on one prompt serves the next
     controllers: tuple[str, ...] = (PLAIN, "fixed:4", "calibrated")
     throttle: Throttle | None = None

@@ -1,0 +1,32 @@
+"""Who drafts: the exit head, look-ups in the text, or both. `Engine` asks here once per generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from eesd_lite.errors import EesdError
+from eesd_lite.exit_head import ExitHead
+from eesd_lite.ngram_drafter import NgramDrafter
+from eesd_lite.sampling import Sampler
+from eesd_lite.speculative import Drafter, HeadDrafter
+from eesd_lite.target import Target
+
+DRAFTERS = ("head", "ngram", "both")
+DrafterFactory = Callable[[Target, Sampler], Drafter]
+
+
+def check_drafter(name: str) -> None:
+    """EesdError for a name that is none of DRAFTERS."""
+    if name not in DRAFTERS:
+        raise EesdError(f"drafter must be one of {', '.join(DRAFTERS)}, not '{name}'")
+
+
+def drafter_factory(name: str, head: ExitHead | None) -> DrafterFactory | None:
+    """Makes a generation's drafter; None where nobody can draft. `both` without a head is `ngram`."""
+    if name == "ngram" or (name == "both" and head is None):
+        return lambda target, sampler: NgramDrafter()
+    if head is None:
+        return None
+    if name == "both":
+        return lambda target, sampler: NgramDrafter(HeadDrafter(head, target, sampler))
+    return lambda target, sampler: HeadDrafter(head, target, sampler)
