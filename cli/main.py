@@ -11,6 +11,7 @@ SUBCOMMANDS = {
     "fetch": "Prepare a known model, or list the known models.",
     "plan": "Where a model's layers would lie in given memory, and what that costs.",
     "quantize": "Quantize a 16-bit model to 4-bit GPTQ.",
+    "synth": "Write a random model of true shape and size.",
     "train": "Train exit heads for a model on its own text.",
     "bench": "Measure plain decoding against drafting, on this machine.",
     "trace": "Record what an exit head would draft at every position.",
@@ -41,6 +42,10 @@ class _Lazy(click.Group):
             from cli.quantize import quantize
 
             command = quantize
+        elif cmd_name == "synth":
+            from cli.synth import synth
+
+            command = synth
         elif cmd_name == "train":
             from cli.train import train
 

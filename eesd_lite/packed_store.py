@@ -19,12 +19,12 @@ from eesd_lite.config import ModelConfig
 from eesd_lite.errors import PrepareError, StreamError
 from eesd_lite.home import atomic_dir, home, locked, require_free
 from eesd_lite.layer_blob import BlobLayout, fill, lay_out, page_buffer
+from eesd_lite.packed_beside import MANIFEST, made_for, packed_beside
 from eesd_lite.packing import KernelSet, layer_tensors
 from eesd_lite.progress import Progress, no_progress
 from quant.checkpoint import Checkpoint
 
 FORMAT = 3  # raise it whenever the bytes of a blob change their meaning
-MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
@@ -68,32 +68,58 @@ def open_store(
 ) -> PackedStore:
     """The packed blobs of `checkpoint`, written now if they are not there yet.
 
+    A folder may bring its packed layers along (PACKED_FOLDER); those are read where they were made for these kernels.
     Raises PrepareError when the disk is full or a blob is damaged, CheckpointError for an unreadable checkpoint.
     """
+    if (beside := packed_beside(checkpoint.folder)) is not None:
+        wanted = made_for(FORMAT, kernels.key)
+        if beside.made_for == wanted:
+            return _read(beside.folder, config, "write the model's folder anew")
+        if not any(name.startswith("model.layers.") for name in checkpoint.tensors):
+            raise PrepareError(f"{beside.folder}: packed for {beside.made_for}, this run needs {wanted}; write it anew")
     folder = packed_folder(checkpoint, kernels)
     if not (folder / MANIFEST).exists():
         with locked(folder, progress):
             if not (folder / MANIFEST).exists():
                 _write(folder, checkpoint, config, kernels, progress)
-    return _read(folder, config)
+    return _read(folder, config, f"remove it with: eesd cache rm {folder.name}")
 
 
 def _write(folder: Path, checkpoint: Checkpoint, config: ModelConfig, kernels: KernelSet, progress: Progress) -> None:
     require_free(folder, _packed_bytes(checkpoint, kernels), "the packed copy of the layers")
-    layouts, checksums = [], []
     with atomic_dir(folder) as partial:
+        writer = StoreWriter(partial, kernels)
         for index in range(config.num_hidden_layers):
             progress("packing layers for the kernel, layer", index, config.num_hidden_layers)
             tensors, names = layer_tensors(checkpoint, index, kernels)
             layout = lay_out(tensors, names)
             buffer = page_buffer(layout.nbytes)
             fill(layout, buffer, tensors)
-            (partial / f"layer-{index:03d}.bin").write_bytes(buffer.numpy().data)
-            layouts.append(layout)
-            checksums.append(checksum(buffer, layout.nbytes))
-        layers = [layout.as_dict() for layout in layouts]
-        manifest = {"format": FORMAT, "kernels": kernels.key, "layers": layers, "crc32": checksums}
-        (partial / MANIFEST).write_text(json.dumps(manifest))
+            writer.add(layout, buffer)
+        writer.finish()
+
+
+class StoreWriter:
+    """Writes layers one by one, and the manifest at the end, into a folder that is published afterwards."""
+
+    def __init__(self, folder: Path, kernels: KernelSet) -> None:
+        self._folder, self._kernels = folder, kernels
+        self._layouts: list[BlobLayout] = []
+        self._checksums: list[int] = []
+        folder.mkdir(exist_ok=True)
+
+    def add(self, layout: BlobLayout, buffer: Tensor) -> None:
+        """The next layer: `buffer` (uint8) holds it as `layout` says."""
+        path = self._folder / f"layer-{len(self._layouts):03d}.bin"
+        path.write_bytes(buffer.numpy().data[: layout.nbytes])
+        self._layouts.append(layout)
+        self._checksums.append(checksum(buffer, layout.nbytes))
+
+    def finish(self) -> None:
+        """The manifest: without it the folder does not count."""
+        layers = [layout.as_dict() for layout in self._layouts]
+        manifest = {"format": FORMAT, "kernels": self._kernels.key, "layers": layers, "crc32": self._checksums}
+        (self._folder / MANIFEST).write_text(json.dumps(manifest))
 
 
 def _packed_bytes(checkpoint: Checkpoint, kernels: KernelSet) -> int:
@@ -109,8 +135,7 @@ def _packed_bytes(checkpoint: Checkpoint, kernels: KernelSet) -> int:
     return total + total // 4  # the second number of every scale pair, and alignment
 
 
-def _read(folder: Path, config: ModelConfig) -> PackedStore:
-    hint = f"remove it with: eesd cache rm {folder.name}"
+def _read(folder: Path, config: ModelConfig, hint: str) -> PackedStore:
     try:
         raw = json.loads((folder / MANIFEST).read_text())
         layouts = tuple(BlobLayout.from_dict(layer) for layer in raw["layers"])

@@ -12,6 +12,7 @@ from pathlib import Path
 from eesd_lite.config import ModelConfig, RopeScaling
 from eesd_lite.errors import EesdError
 from eesd_lite.head_list import available_heads
+from eesd_lite.packed_beside import packed_beside
 from eesd_lite.placement import Plan, PlanRequest, make_plan
 from eesd_lite.plan_cost import Rates, SweepCost, sweep_cost
 from eesd_lite.prepare import find_local
@@ -84,7 +85,11 @@ def plan_model(model: str | Path, wishes: PlanWishes) -> PlannedModel:
     config = ModelConfig.from_folder(source.folder)
     opened = ModelFolder(source.folder)
     kernel, itemsize = _storage(wishes)
-    layers = folder_layers(opened, config, kernel=kernel, itemsize=itemsize)
+    packed = packed_beside(source.folder)
+    if packed is not None and "model.layers.0.input_layernorm.weight" not in opened:
+        layers = packed.layers
+    else:
+        layers = folder_layers(opened, config, kernel=kernel, itemsize=itemsize)
     heads = tuple(sorted(available_heads(source)))
     default = source.recipe.default_exit_layer if source.recipe is not None else None
     if wishes.exit_layer is None and heads:

@@ -13,6 +13,7 @@ from eesd_lite.config import ModelConfig
 from eesd_lite.dense import layer_prefix
 from eesd_lite.errors import ModelError
 from eesd_lite.head_file import HeadShape
+from eesd_lite.packed_beside import packed_beside
 from quant.checkpoint import Checkpoint
 from quant.errors import CheckpointError, in_one_line, shown
 from quant.gptq_module import PARTS
@@ -39,9 +40,11 @@ def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> tuple[str, ...
         raise ModelError(in_one_line(checkpoint.folder, problems))
     expected = dict(_outside_layers(checkpoint, config))
     shapes = layer_shapes(config)
-    problems += _absent_layers(checkpoint, config.num_hidden_layers, shapes)
     present = _layers_with_tensors(checkpoint)
-    for index in range(config.num_hidden_layers):
+    # A folder may bring its layers along packed, and in no other form (`eesd synth --packed`).
+    layers = config.num_hidden_layers if present or packed_beside(checkpoint.folder) is None else 0
+    problems += _absent_layers(checkpoint, layers, shapes)
+    for index in range(layers):
         if index in present:
             expected |= {f"{layer_prefix(index)}.{name}": shape for name, shape in shapes.items()}
     problems += [line for name, shape in expected.items() for line in _faults(checkpoint, name, shape)]

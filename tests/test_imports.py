@@ -37,6 +37,7 @@ LIGHT = [
     "eesd_lite.home",
     "eesd_lite.head_list",
     "eesd_lite.hub",
+    "eesd_lite.packed_beside",
     "eesd_lite.params",
     "eesd_lite.placement",
     "eesd_lite.plan_cost",
@@ -46,6 +47,7 @@ LIGHT = [
     "eesd_lite.shadow",
     "eesd_lite.sizing",
     "eesd_lite.stats",
+    "eesd_lite.synth",
     "eesd_lite.tiers",
     "eesd_lite.units",
     "models",
@@ -57,6 +59,7 @@ LIGHT = [
     "cli.main",
     "cli.plan",
     "cli.plan_table",
+    "cli.synth",
 ]
 
 
