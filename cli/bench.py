@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from cli.common import Size, reports_errors
+from cli.common import Size, reports_errors, weights_option
 from cli.render import ProgressDisplay
 
 
@@ -56,6 +56,7 @@ _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_pena
 @click.option("--resident-layers", type=click.IntRange(min=0), help="Same split for all: so many layers in memory.")
 @click.option("--exit-layer", type=POSITIVE, help="Draft at this layer.  [default: the model's]")
 @click.option("--head", help='Exit head: a file, "instant" or "random".  [default: the one that belongs to the model]')
+@weights_option
 @click.option(
     "--drafter",
     type=click.Choice(["head", "ngram", "both"]),

@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from cli.common import INTERRUPTED, Rate, Size, is_terminal, program_name, reports_errors
+from cli.common import INTERRUPTED, Rate, Size, is_terminal, program_name, reports_errors, weights_option
 from cli.prompt_line import PromptLine
 from cli.render import ProgressDisplay
 from cli.session import ChatEngine, Session, complain, note
@@ -53,6 +53,7 @@ class ChatSettings:
     head: str | None = None
     drafter: str = "head"
     force_head: bool = False
+    weights: str | None = None
     context: int | None = None
     threads: int | None = None
     template: str | None = None
@@ -74,6 +75,7 @@ def open_engine(settings: ChatSettings, progress: Progress) -> ChatEngine:
         head=settings.head,
         drafter=settings.drafter,
         force_head=settings.force_head,
+        weights=settings.weights,
         controller=settings.controller,
         context=settings.context,
         threads=settings.threads,
@@ -216,6 +218,7 @@ def make_command(open_engine: OpenEngine = open_engine) -> click.Command:
         help="Draft with the exit head, from repeated text (needs no head), or both.",
     )
     @click.option("--force-head", is_flag=True, help="Take a head made for another model (can only cost speed).")
+    @weights_option
     @click.option("--temperature", type=float, default=0.7, show_default=True, help="0 is greedy.")
     @click.option("--top-k", type=int, default=50, show_default=True, help="0: no limit.")
     @click.option("--top-p", type=float, default=1.0, show_default=True, help="1: no limit.")

@@ -45,6 +45,11 @@ class Rate(Size):
         return rate
 
 
+weights_option = click.option(
+    "--weights", metavar="FILE", help="The weight file or index to read, where MODEL holds several."
+)
+
+
 def program_name() -> str:
     """What messages start with: the program and its subcommand."""
     context = click.get_current_context(silent=True)

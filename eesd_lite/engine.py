@@ -103,6 +103,7 @@ class Engine:
         host_memory: str | int | None = None,
         host_mode: str = "auto",
         plan_file: str | Path | None = None,
+        weights: str | None = None,
         reader: Reader | None = None,
         progress: Progress = no_progress,
     ) -> Engine:
@@ -113,6 +114,7 @@ class Engine:
         `drafter` "ngram" proposes what followed the same tokens earlier and needs no head; "both" takes what is
         believed more. `host_memory` holds layers that do not fit the device: `host_mode` streams them, computes them on
         the CPU, or ("auto") does what a short measurement says. `plan_file` repeats a saved placement, or saves it.
+        `weights` names the file (or index) to read where the folder holds several.
         `throttle` slows reading to so many bytes per second (simulated links). Raises one of `errors.USER_ERRORS`.
         """
         check_drafter(drafter)
@@ -125,7 +127,7 @@ class Engine:
             if threads < 1:
                 raise EesdError(f"threads must be at least 1, not {threads}")
             torch.set_num_threads(threads)
-        source = resolve_model(model, progress)
+        source = replace(resolve_model(model, progress), weights=weights)
         config = ModelConfig.from_folder(source.folder)
         options = LoadOptions(
             device=device, dtype=dtype, device_memory=None if device_memory is None else parse_size(device_memory),
@@ -133,7 +135,7 @@ class Engine:
             threads=threads, throttle=throttle,
             host_memory=None if host_memory is None else parse_size(host_memory), host_mode=host_mode,
         )  # fmt: skip
-        checkpoint = Checkpoint(source.folder, tolerant=True)
+        checkpoint = Checkpoint(source.folder, weights, tolerant=True)
         notes = check_tensors(checkpoint, config)
         ops, kernels = choose_kernels(options, progress)
         text = TextCodec.from_folder(source.folder, template=template)

@@ -79,7 +79,7 @@ def _belonging_head(source: ModelSource, config: ModelConfig, exit_layer: int | 
 
 
 def _fingerprint(source: ModelSource, config: ModelConfig) -> str:
-    return folder_fingerprint(source.folder, config)
+    return folder_fingerprint(source.folder, config, source.weights)
 
 
 def default_exit_layer(source: ModelSource, config: ModelConfig) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from eesd_lite.config import ModelConfig
 from eesd_lite.errors import HeadError
 from eesd_lite.head_list import FORMAT
+from quant.checkpoint import Checkpoint
 
 _SHAPE_KEYS = (
     "vocab_size",
@@ -97,44 +98,25 @@ def fingerprint_names(num_hidden_layers: int) -> list[str]:
     return [*names, "model.norm.weight"]
 
 
-def target_fingerprint(config: ModelConfig, tensors: Mapping[str, Tensor]) -> str:
-    """sha256 over config shape keys and the unquantized tensors as little-endian float16, whatever their dtype."""
+def target_fingerprint(config: ModelConfig, tensor: Callable[[str], Tensor]) -> str:
+    """sha256 over config shape keys and the unquantized tensors as little-endian float16, whatever their dtype.
+
+    `tensor` gives a tensor by its name, one at a time.
+    """
     digest = hashlib.sha256(json.dumps({key: getattr(config, key) for key in _SHAPE_KEYS}).encode())
     for name in fingerprint_names(config.num_hidden_layers):
         digest.update(name.encode())
-        for rows in tensors[name].detach().split(4096):  # an embedding table is hashed without a second copy of it
+        for rows in tensor(name).detach().split(4096):  # an embedding table is hashed without a second copy of it
             digest.update(rows.to(torch.float32).to(torch.float16).contiguous().cpu().numpy().astype("<f2").tobytes())
     return digest.hexdigest()
 
 
-class _FolderTensors(Mapping[str, Tensor]):
-    """One tensor at a time out of a folder's safetensors files."""
+def folder_fingerprint(folder: Path, config: ModelConfig, weights: str | None = None) -> str:
+    """The fingerprint of a model folder (16-bit or quantized: the same model gives the same value).
 
-    def __init__(self, folder: Path) -> None:
-        self._where: dict[str, Path] = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as file:
-                self._where.update(dict.fromkeys(file.keys(), path))
-
-    def __getitem__(self, name: str) -> Tensor:
-        with safe_open(self._where[name], framework="pt") as file:
-            return file.get_tensor(name)
-
-    def __iter__(self):  # type: ignore[no-untyped-def]
-        return iter(self._where)
-
-    def __len__(self) -> int:
-        return len(self._where)
-
-
-def folder_fingerprint(folder: Path, config: ModelConfig) -> str:
-    """The fingerprint of a model folder (16-bit or quantized: the same model gives the same value)."""
-    try:
-        return target_fingerprint(config, _FolderTensors(Path(folder)))
-    except KeyError as error:
-        raise HeadError(f"{folder}: no tensor {error.args[0]}, so its heads cannot be matched") from None
-    except SafetensorError as error:
-        raise HeadError(f"{folder}: a safetensors file cannot be read ({error}); fetch the model again") from None
+    CheckpointError where it lacks a tensor or cannot be read; `weights` as for `quant.checkpoint.Checkpoint`.
+    """
+    return target_fingerprint(config, Checkpoint(Path(folder), weights).tensor)
 
 
 def save_head(

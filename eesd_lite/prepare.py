@@ -26,11 +26,12 @@ _MARKER = "eesd_recipe.json"
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model lies, and the recipe it was made from, if any."""
+    """Where a model lies, and the recipe it was made from, if any. `weights` names the file to read of several."""
 
     folder: Path
     recipe: Recipe | None
     name: str
+    weights: str | None = None
 
 
 def resolve_model(name: str | Path, progress: Progress = no_progress) -> ModelSource:

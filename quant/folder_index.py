@@ -104,10 +104,12 @@ def _find(folder: Path, stated: str | None) -> Path | list[Path]:
             return (usual or indexes)[0]
         candidates = indexes or _files(folder, *suffixes)
         named = [path for path in candidates if stated is not None and path.name.startswith(f"{stated}.")]
-        if len(candidates) == 1 or len(named) == 1:
-            return (named or candidates)[0]
+        if len(named) == 1:
+            return named[0]
         if candidates and _is_complete(candidates):
             return candidates
+        if len(candidates) == 1:
+            return candidates[0]
         if candidates:
             names = ", ".join(path.name for path in candidates[:4]) + (", ..." if len(candidates) > 4 else "")
             raise CheckpointError(
@@ -120,11 +122,20 @@ def _find(folder: Path, stated: str | None) -> Path | list[Path]:
 
 
 def _is_complete(files: list[Path]) -> bool:
-    """Whether these are shards 1 to N of N of one model, whose index alone is missing."""
+    """Whether these are shards 1 to N of N of one model, whose index alone is missing; CheckpointError where it is one
+    model, but shards are missing too."""
     found = [_SHARD.fullmatch(path.name) for path in files]
     names = {(match[1], int(match[3])) for match in found if match}
-    numbers = [int(match[2]) for match in found if match]
-    return len(names) == 1 and numbers == list(range(1, next(iter(names))[1] + 1)) and len(numbers) == len(files)
+    if len(names) != 1 or not all(found):
+        return False
+    _, count = names.pop()
+    present = {int(match[2]) for match in found if match}
+    missing = [number for number in range(1, count + 1) if number not in present]
+    if missing:
+        name = re.sub(r"-\d{5}-of-", f"-{missing[0]:05d}-of-", files[0].name)
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise CheckpointError(f"{files[0].parent}: {name} is missing{more}, and so is the index; finish the download")
+    return True
 
 
 def _complete_set(files: list[Path]) -> FolderIndex:

@@ -21,6 +21,8 @@ def pack_bits(values: Array, bits: int, *, junk: int = 0) -> Array:
         field = values[i].astype(np.uint64) if i < count else np.full(columns, junk % 2**bits, dtype=np.uint64)
         word, shift = divmod(i * bits, 32)
         out[word] |= (field << np.uint64(shift)) & np.uint64(0xFFFFFFFF)
+        if shift + bits > 32:  # three bits straddle words
+            out[word + 1] |= field >> np.uint64(32 - shift)
     return out.astype(np.uint32).view(np.int32)
 
 
@@ -55,7 +57,8 @@ def draw(
         zeros = np.full((groups, out_features), half)
     else:  # version 1 stores zero - 1, so 16 is possible and 0 is not
         low = 1 if version == 1 else 0
-        zeros = rng.integers(max(low, half - 3), half + 4, (groups, out_features))
+        high = min(half + 4, 2 * half + low)
+        zeros = rng.integers(max(low, half - 3), high, (groups, out_features))
     per_step = spread / (half * 0.577)
     scales = (per_step * rng.uniform(0.7, 1.3, (groups, out_features))).astype(np.float16)
     g_idx = np.arange(in_features) // size

@@ -41,7 +41,10 @@ PROJECTIONS = {
 
 @dataclass(frozen=True)
 class TinySpec:
-    """What to build. `bias` is none, zero (as AutoGPTQ writes it) or real (on q, k and v); see `numpy_gptq.draw`."""
+    """What to build. `bias` is none, zero (as AutoGPTQ writes it) or real (on q, k and v); see `numpy_gptq.draw`.
+
+    `modules` names modules that are not like the rest, such as `0.mlp.gate_proj`, in layer 0.
+    """
 
     seed: int = 0
     hidden: int = 64
@@ -51,6 +54,7 @@ class TinySpec:
     kv_heads: int = 2
     head_dim: int = 16
     group: int = 32
+    bits: int = 4
     sym: bool = True
     desc_act: bool = False
     version: int = 1
@@ -59,6 +63,7 @@ class TinySpec:
     g_idx: bool = True
     quantized_lm_head: bool = False
     positions: int = 512
+    modules: dict[str, dict[str, Any] | None] = field(default_factory=dict)  # module: other options; None: 16 bit
     config: dict[str, Any] = field(default_factory=dict)  # further keys of config.json
 
     def size(self, name: str) -> int:
@@ -139,7 +144,7 @@ def _config(spec: TinySpec, vocab: int, end: int) -> dict[str, Any]:
         "torch_dtype": "float16",
         "quantization_config": {
             "quant_method": "gptq",
-            "bits": 4,
+            "bits": spec.bits,
             "group_size": spec.group,
             "desc_act": spec.desc_act,
             "sym": spec.sym,
@@ -152,13 +157,20 @@ def _config(spec: TinySpec, vocab: int, end: int) -> dict[str, Any]:
 def _add_layer(
     rng: np.random.Generator, spec: TinySpec, prefix: str, stored: dict[str, Tensor], exact: dict[str, Tensor]
 ) -> None:
-    order = {"group": spec.group, "sym": spec.sym, "desc_act": spec.desc_act, "version": spec.version}
+    order = {
+        "bits": spec.bits, "group": spec.group, "sym": spec.sym, "desc_act": spec.desc_act, "version": spec.version,
+    }  # fmt: skip
     for name, (rows, columns) in PROJECTIONS.items():
         out_features, in_features = spec.size(rows), spec.size(columns)
         # Queries and keys are larger, so that attention is sharp; the others keep the residual growing slowly.
         spread = (1.6 if name[-6:] in ("q_proj", "k_proj") else 1.2) / np.sqrt(in_features)
-        drawn = draw(rng, out_features, in_features, spread=float(spread), **order)
         module = f"{prefix}.{name}"
+        special = spec.modules.get(module.removeprefix("model.layers."), {})
+        drawn = draw(rng, out_features, in_features, spread=float(spread), **order | (special or {}))
+        if special is None:
+            exact[f"{module}.weight"] = torch.from_numpy(drawn.dequantized).half().float()
+            stored[f"{module}.weight"] = exact[f"{module}.weight"].half()
+            continue
         for part, array in drawn.tensors.items():
             if part != "g_idx" or spec.g_idx:
                 stored[f"{module}.{part}"] = torch.from_numpy(array)
@@ -186,7 +198,7 @@ def build(folder: Path, spec: TinySpec | None = None) -> Tiny:
         stored["lm_head.weight"] = _table(rng, vocab, known, spec)
     exact = {name: tensor.float() for name, tensor in stored.items()}
     if spec.quantized_lm_head:
-        drawn = draw(rng, vocab, spec.hidden, group=spec.group, spread=0.6)
+        drawn = draw(rng, vocab, spec.hidden, bits=spec.bits, group=spec.group, version=spec.version, spread=0.6)
         stored |= {f"lm_head.{part}": torch.from_numpy(array) for part, array in drawn.tensors.items()}
         exact["lm_head.weight"] = torch.from_numpy(drawn.dequantized)
     for layer in range(spec.layers):

@@ -96,6 +96,7 @@ def open_field(
         "context": context,
         "device_memory": settings.device_memory,
         "resident_layers": settings.resident_layers,
+        "weights": settings.weights,
     }
     without_head = {**common, "head": "off", "controller": PLAIN}
     with_head = {**common, "exit_layer": settings.exit_layer, "head": settings.head, "controller": PLAIN}

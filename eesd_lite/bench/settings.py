@@ -59,6 +59,7 @@ class BenchSettings:
     exit_layer: int | None = None
     head: str | None = None
     drafter: str = "head"
+    weights: str | None = None  # the file to read, where the model's folder holds several
     keep_controllers: bool = False  # True: what they learned on one prompt serves the next
     controllers: tuple[str, ...] = (PLAIN, "fixed:4", "calibrated")
     throttle: Throttle | None = None

@@ -18,6 +18,7 @@ from eesd_lite.head_file import (
     target_fingerprint,
 )
 from eesd_lite.head_list import read_exit_layer
+from quant.errors import CheckpointError
 
 CONFIG = ModelConfig(
     model_type="llama",
@@ -156,16 +157,18 @@ def test_the_rope_of_the_target_is_described_in_the_file(tmp_path: Path) -> None
 
 
 def test_the_fingerprint_is_the_same_in_every_dtype_that_holds_the_values() -> None:
-    assert target_fingerprint(CONFIG, unquantized()) == target_fingerprint(CONFIG, unquantized(dtype=torch.float16))
+    assert target_fingerprint(CONFIG, unquantized().__getitem__) == target_fingerprint(
+        CONFIG, unquantized(dtype=torch.float16).__getitem__
+    )
 
 
 def test_the_fingerprint_sees_a_changed_embedding_norm_and_shape() -> None:
-    reference = target_fingerprint(CONFIG, unquantized())
+    reference = target_fingerprint(CONFIG, unquantized().__getitem__)
     for name in ("model.embed_tokens.weight", "model.layers.3.input_layernorm.weight", "model.norm.weight"):
         changed = unquantized()
         changed[name] = changed[name] + 0.01
-        assert target_fingerprint(CONFIG, changed) != reference, name
-    assert target_fingerprint(replace(CONFIG, intermediate_size=64), unquantized()) != reference
+        assert target_fingerprint(CONFIG, changed.__getitem__) != reference, name
+    assert target_fingerprint(replace(CONFIG, intermediate_size=64), unquantized().__getitem__) != reference
 
 
 def test_a_folder_has_the_same_fingerprint_whatever_its_linear_weights_and_files(tmp_path: Path) -> None:
@@ -179,5 +182,5 @@ def test_a_folder_has_the_same_fingerprint_whatever_its_linear_weights_and_files
     save_file({n: values[n].half() for n in names[3:]}, halves / "model-00002-of-00002.safetensors")
     assert folder_fingerprint(whole, CONFIG) == folder_fingerprint(halves, CONFIG)
     (halves / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(HeadError, match=r"no tensor model\."):
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00002.safetensors is missing"):
         folder_fingerprint(halves, CONFIG)

@@ -10,7 +10,7 @@ from quant.packing import pack_qweight, pack_qzeros, pack_words, unpack_qweight,
 from tests.numpy_gptq import pack_bits
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("count", [1, 7, 8, 16, 31, 64])
 def test_words_are_those_of_an_independent_packer_and_come_back(bits: int, count: int) -> None:
     values = np.random.default_rng(bits * 100 + count).integers(0, 2**bits, (count, 5)).astype(np.uint8)
@@ -18,6 +18,15 @@ def test_words_are_those_of_an_independent_packer_and_come_back(bits: int, count
     packed = pack_words(torch.from_numpy(values), bits)
     assert packed.dtype == torch.int32 and np.array_equal(packed.numpy(), expected)
     assert np.array_equal(unpack_words(torch.from_numpy(expected), bits, count).numpy(), values)
+
+
+def test_three_bits_straddle_words() -> None:
+    values = torch.zeros(64, 1, dtype=torch.uint8)
+    values[10], values[21] = 5, 6  # bits 30 to 32, and 63 to 65
+    packed = pack_words(values, 3)
+    assert packed.shape == (6, 1)  # 64 values of 3 bits
+    assert packed.flatten().tolist() == [0x40000000, 0x00000001, 0x00000003, 0, 0, 0]
+    assert torch.equal(unpack_words(packed, 3, 64), values)
 
 
 def test_a_field_in_the_sign_bit_is_a_field_like_any_other() -> None:
@@ -47,6 +56,13 @@ def test_a_stored_15_means_16_in_version_1_and_never_bleeds_into_its_neighbour()
     words = torch.from_numpy(stored.copy())
     assert unpack_qzeros(words, 4, 8, 1).tolist() == [[16, 1, 16, 8, 16, 16, 2, 16]]
     assert unpack_qzeros(words, 4, 8, 2).tolist() == [[15, 0, 15, 7, 15, 15, 1, 15]]
+
+
+def test_three_bit_zero_points_of_an_odd_width_come_back() -> None:
+    zeros = torch.randint(0, 8, (3, 20))
+    packed = pack_qzeros(zeros, 3, 2)
+    assert packed.shape == (3, 2) and np.array_equal(packed.numpy(), pack_bits(zeros.numpy().T, 3).T)
+    assert torch.equal(unpack_qzeros(packed, 3, 20, 2), zeros.to(torch.int32))
 
 
 @pytest.mark.parametrize("junk", [0, 5, 15])
