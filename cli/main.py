@@ -9,6 +9,7 @@ from eesd_lite import __version__
 
 SUBCOMMANDS = {
     "fetch": "Prepare a known model, or list the known models.",
+    "inspect": "What a model folder is, from its headers.",
     "plan": "Where a model's layers would lie in given memory, and what that costs.",
     "quantize": "Quantize a 16-bit model to 4-bit GPTQ.",
     "synth": "Write a random model of true shape and size.",
@@ -34,6 +35,10 @@ class _Lazy(click.Group):
             from cli.fetch import fetch
 
             command = fetch
+        elif cmd_name == "inspect":
+            from cli.inspect_model import inspect
+
+            command = inspect
         elif cmd_name == "plan":
             from cli.plan import plan
 

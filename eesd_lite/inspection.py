@@ -1,0 +1,264 @@
+"""What a model folder is, without loading it: from headers, settings, and two small tensors.
+
+A folder that the engine would refuse is inspected all the same, and what speaks against it becomes a line in
+`refusals`. Takes a moment whatever the size, and imports no torch. Called by `eesd inspect`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eesd_lite.config import ModelConfig
+from eesd_lite.errors import ModelError
+from eesd_lite.head_list import available_heads
+from eesd_lite.packed_beside import packed_beside
+from eesd_lite.prepare import ModelSource, find_local
+from eesd_lite.sizing import DTYPE_BYTES, folder_layers, kv_bytes_per_token, module_shapes
+from eesd_lite.text_facts import TextFacts, read_text_facts
+from quant.errors import CheckpointError
+from quant.model_folder import ModelFolder
+from quant.safetensors_index import read_json
+from quant.small_reads import order_of, zero_version_of
+from quant.survey import FolderSurvey, Module, survey_folder
+
+_LAYERS = "model.layers."
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+_NAMED = 4  # as many missing tensors are listed by name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """What the files hold. `stored_layers` and `packed_layers` are bytes per layer: on disk as they came, and packed
+    for the int4 kernel (empty where that cannot be told)."""
+
+    files: int
+    total_bytes: int
+    outside_layers: dict[str, int]  # embedding, lm_head, ...: bytes by module
+    stored_layers: tuple[int, ...]
+    packed_layers: tuple[int, ...]
+    bits: dict[int, int]  # width: how many modules
+    group_sizes: dict[int, int]  # -1: one group
+    plain_modules: int  # matrices in 16 bit inside the layers
+    packed_only: bool  # the layers are there in packed form alone
+    sym: bool | None
+    act_order: str
+    zero_points: str
+    lm_head: str  # tied, own, quantized or missing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """Everything that is printed. `config` holds the keys of config.json that say something about the shape."""
+
+    name: str
+    folder: str
+    recipe: str | None
+    config: dict[str, Any]
+    rope: str
+    context: int | None
+    kv_bytes_per_token: int | None  # all layers, bfloat16
+    weights: Weights | None
+    text: TextFacts
+    heads: tuple[int, ...]
+    refusals: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def inspect_model(model: str | Path, weights_file: str | None = None) -> Inspection:
+    """Inspect a prepared recipe's name, a folder, or a Hub id in the cache; ModelError where there is none of these.
+
+    `weights_file` names the file or index to look at where a folder holds several.
+    """
+    source = find_local(model)
+    raw = _raw_config(source.folder)
+    refusals: list[str] = []
+    notes: list[str] = []
+    config = None
+    try:
+        config = ModelConfig.from_folder(source.folder)
+    except ModelError as error:
+        refusals.append(str(error))
+    weights = _inspect_weights(source, config, weights_file, refusals, notes)
+    text = read_text_facts(source.folder)
+    refusals += text.problems
+    rows = config.vocab_size if config is not None else None
+    if rows is not None and text.tokens is not None and text.tokens != rows:
+        few = "rows without a token are never chosen" if text.tokens < rows else "ids beyond the embedding do not work"
+        notes.append(f"tokenizer {text.tokens}, embedding {rows} rows: {few}")
+    made_up = raw.get("eesd_synthetic")
+    if isinstance(made_up, dict):
+        empty = made_up.get("content") == "none"
+        notes.append("synthetic: " + ("headers without weights, for sizes only" if empty else "random weights"))
+    return Inspection(
+        name=source.name,
+        folder=str(source.folder),
+        recipe=source.recipe.name if source.recipe is not None else None,
+        config=_shape_keys(config, raw),
+        rope=_rope(config),
+        context=config.max_position_embeddings if config is not None else None,
+        kv_bytes_per_token=(
+            config.num_hidden_layers * kv_bytes_per_token(config, DTYPE_BYTES["bfloat16"])
+            if config is not None
+            else None
+        ),
+        weights=weights,
+        text=text,
+        heads=tuple(sorted(available_heads(source))),
+        refusals=tuple(dict.fromkeys(refusals)),
+        notes=tuple(dict.fromkeys((*notes, *text.notes))),
+    )
+
+
+def _kv_bytes(config: ModelConfig | None) -> int | None:
+    return None if config is None else config.num_hidden_layers * kv_bytes_per_token(config, DTYPE_BYTES["bfloat16"])
+
+
+def _raw_config(folder: Path) -> dict[str, Any]:
+    try:
+        return read_json(folder / "config.json")
+    except CheckpointError:
+        return {}  # ModelConfig has the same to say, as a refusal
+
+
+def _shape_keys(config: ModelConfig | None, raw: dict[str, Any]) -> dict[str, Any]:
+    keys = (
+        "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "vocab_size", "sliding_window",
+    )  # fmt: skip
+    if config is not None:
+        return {key: getattr(config, key) for key in keys}
+    return {key: raw[key] for key in keys if isinstance(raw.get(key), (int, str))}
+
+
+def _rope(config: ModelConfig | None) -> str:
+    if config is None:
+        return "unknown"
+    scaling = config.rope_scaling
+    if scaling is None:
+        return f"theta {config.rope_theta:g}"
+    original = scaling.original_max_position_embeddings
+    since = f" from {original}" if original else ""
+    return f"theta {config.rope_theta:g}, {scaling.rope_type} by {scaling.factor:g}{since}"
+
+
+def _inspect_weights(
+    source: ModelSource, config: ModelConfig | None, weights_file: str | None, refusals: list[str], notes: list[str]
+) -> Weights | None:
+    try:
+        opened = ModelFolder(source.folder, weights_file, tolerant=True)
+    except CheckpointError as error:
+        refusals.append(str(error))
+        return None
+    found = survey_folder(opened)
+    refusals += found.problems
+    notes += found.notes
+    packed = packed_beside(source.folder)
+    alone = packed is not None and not any(name.startswith(_LAYERS) for name in opened.tensors)
+    if packed is not None:
+        notes.append(f"brings packed layers along, for {packed.made_for}")
+    if config is not None and not alone and not found.problems:
+        refusals += _faults(found, config)
+    layers: tuple[int, ...] = ()
+    if alone and packed is not None:
+        layers = packed.layers
+    elif config is not None:
+        try:
+            layers = folder_layers(opened, config, kernel="int4-cpu", itemsize=DTYPE_BYTES["bfloat16"])
+        except (CheckpointError, ValueError):  # ValueError: a matrix that is none; both are refusals already
+            layers = ()
+    first = next(iter(sorted(found.quantized, key=_by_layer_and_size)), None)
+    in_layers = [module for module in found.modules if module.name.startswith(_LAYERS)]
+    return Weights(
+        files=len(found.files),
+        total_bytes=found.total_bytes + (sum(packed.layers) if packed is not None else 0),
+        outside_layers={module.name: module.nbytes for module in found.modules if not module.name.startswith(_LAYERS)},
+        stored_layers=_stored_layers(found, packed.layers if alone and packed is not None else ()),
+        packed_layers=layers,
+        bits=found.bits(),
+        group_sizes=dict(sorted(Counter(module.group_size or -1 for module in found.quantized).items())),
+        plain_modules=sum(
+            m.kind == "plain" and len(m.shape) == 2 and m.name.startswith(_LAYERS) for m in found.modules
+        ),
+        sym=found.settings.sym if found.settings is not None else None,
+        act_order=_act_order(opened, first, notes),
+        zero_points=_zero_points(opened, found, first, notes),
+        lm_head=_lm_head(opened, config),
+    )
+
+
+def _by_layer_and_size(module: Module) -> tuple[bool, int]:
+    """The module whose small tensors are read: inside a layer if possible, and the smallest."""
+    return not module.name.startswith(_LAYERS), module.nbytes
+
+
+def _stored_layers(found: FolderSurvey, packed: tuple[int, ...]) -> tuple[int, ...]:
+    if packed:
+        return packed
+    sizes: Counter[int] = Counter()
+    for module in found.modules:
+        number = module.name.removeprefix(_LAYERS).partition(".")[0]
+        if module.name.startswith(_LAYERS) and number.isdecimal() and len(number) < 6:
+            sizes[int(number)] += module.nbytes
+    return tuple(sizes[index] for index in sorted(sizes))
+
+
+def _faults(found: FolderSurvey, config: ModelConfig) -> list[str]:
+    """Matrices of layers that are absent or of another shape than config.json says; the pre-flight check sees more."""
+    modules = {module.name: module for module in found.modules}
+    missing, wrong = [], []
+    shapes = module_shapes(config)
+    for index in range(config.num_hidden_layers):
+        for name, shape in shapes.items():
+            block = "self_attn" if name in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
+            full = f"{_LAYERS}{index}.{block}.{name}"
+            if full not in modules:
+                missing.append(full)
+            elif modules[full].shape != shape:
+                wrong.append(f"'{full}' is {modules[full].shape}, config.json says {shape}")
+        missing += [f"{_LAYERS}{index}.{norm}" for norm in _NORMS if f"{_LAYERS}{index}.{norm}" not in modules]
+    missing += [name for name in ("model.embed_tokens", "model.norm") if name not in modules]
+    if "lm_head" not in modules and not config.tie_word_embeddings:
+        missing.append("lm_head")
+    lines = wrong[:_NAMED] + ([f"{len(wrong) - _NAMED} more of other shapes"] if len(wrong) > _NAMED else [])
+    if missing:
+        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+        lines.append(f"missing: {', '.join(missing[:_NAMED])}{more}")
+    return lines
+
+
+def _act_order(opened: ModelFolder, first: Module | None, notes: list[str]) -> str:
+    """From the settings, and from one stored g_idx."""
+    claimed = opened.quant_config is not None and opened.quant_config.desc_act
+    if first is None:
+        return "no"
+    real = order_of(opened, first.name) if first.has_g_idx else None
+    if real is None:
+        return "claimed" if claimed else "no"
+    if real != claimed:
+        words = "g_idx is permuted" if real else "g_idx is in natural order"
+        notes.append(f"desc_act is {str(claimed).lower()}, but {words} in '{first.name}': the tensors win")
+    return "yes" if real else "no"
+
+
+def _zero_points(opened: ModelFolder, found: FolderSurvey, first: Module | None, notes: list[str]) -> str:
+    if first is None or found.claimed_version is None:
+        return "none"
+    detected = zero_version_of(opened, first.name)
+    claim = f"version {found.claimed_version} claimed"
+    if detected is None:
+        symmetric = found.settings is not None and found.settings.sym
+        return f"{claim}, " + ("the data do not show it" if symmetric else "asymmetric: the data cannot show it")
+    if detected != found.claimed_version:
+        notes.append(f"zero points are stored as version {detected}, the settings claim {found.claimed_version}")
+    return f"{claim}, version {detected} detected"
+
+
+def _lm_head(opened: ModelFolder, config: ModelConfig | None) -> str:
+    if opened.is_quantized("lm_head"):
+        return "quantized"
+    if config is not None and config.tie_word_embeddings:
+        return "tied to the embedding" + (" (a copy is stored)" if "lm_head.weight" in opened else "")
+    return "own" if "lm_head.weight" in opened else "missing"
