@@ -155,33 +155,25 @@ def _inspect_weights(
     found = survey_folder(opened)
     refusals += found.problems
     notes += found.notes
-    packed = packed_beside(source.folder)
-    alone = packed is not None and not any(name.startswith(_LAYERS) for name in opened.tensors)
-    if packed is not None:
-        notes.append(f"brings packed layers along, for {packed.made_for}")
-    if config is not None and not alone and not found.problems:
+    beside = packed_beside(source.folder)
+    if beside is not None:
+        notes.append(f"brings packed layers along, for {beside.made_for}")
+    inside = [module for module in found.modules if module.name.startswith(_LAYERS)]
+    outside = [module for module in found.modules if not module.name.startswith(_LAYERS)]
+    packed_only = beside is not None and not inside
+    if config is not None and not packed_only and not found.problems:
         refusals += _faults(found, config)
-    layers: tuple[int, ...] = ()
-    if alone and packed is not None:
-        layers = packed.layers
-    elif config is not None:
-        try:
-            layers = folder_layers(opened, config, kernel="int4-cpu", itemsize=DTYPE_BYTES["bfloat16"])
-        except (CheckpointError, ValueError):  # ValueError: a matrix that is none; both are refusals already
-            layers = ()
     first = next(iter(sorted(found.quantized, key=_by_layer_and_size)), None)
-    in_layers = [module for module in found.modules if module.name.startswith(_LAYERS)]
     return Weights(
         files=len(found.files),
-        total_bytes=found.total_bytes + (sum(packed.layers) if packed is not None else 0),
-        outside_layers={module.name: module.nbytes for module in found.modules if not module.name.startswith(_LAYERS)},
-        stored_layers=_stored_layers(found, packed.layers if alone and packed is not None else ()),
-        packed_layers=layers,
+        total_bytes=found.total_bytes + (sum(beside.layers) if beside is not None else 0),
+        outside_layers={module.name: module.nbytes for module in outside},
+        stored_layers=beside.layers if beside is not None and packed_only else _stored_layers(inside),
+        packed_layers=beside.layers if beside is not None and packed_only else _packed_layers(opened, config),
         bits=found.bits(),
         group_sizes=dict(sorted(Counter(module.group_size or -1 for module in found.quantized).items())),
-        plain_modules=sum(
-            m.kind == "plain" and len(m.shape) == 2 and m.name.startswith(_LAYERS) for m in found.modules
-        ),
+        plain_modules=sum(module.kind == "plain" and len(module.shape) == 2 for module in inside),
+        packed_only=packed_only,
         sym=found.settings.sym if found.settings is not None else None,
         act_order=_act_order(opened, first, notes),
         zero_points=_zero_points(opened, found, first, notes),
@@ -189,18 +181,25 @@ def _inspect_weights(
     )
 
 
+def _packed_layers(opened: ModelFolder, config: ModelConfig | None) -> tuple[int, ...]:
+    if config is None:
+        return ()
+    try:
+        return folder_layers(opened, config, kernel="int4-cpu", itemsize=DTYPE_BYTES["bfloat16"])
+    except (CheckpointError, ValueError):  # ValueError: a matrix that is none; both are refusals already
+        return ()
+
+
 def _by_layer_and_size(module: Module) -> tuple[bool, int]:
     """The module whose small tensors are read: inside a layer if possible, and the smallest."""
     return not module.name.startswith(_LAYERS), module.nbytes
 
 
-def _stored_layers(found: FolderSurvey, packed: tuple[int, ...]) -> tuple[int, ...]:
-    if packed:
-        return packed
+def _stored_layers(inside: list[Module]) -> tuple[int, ...]:
     sizes: Counter[int] = Counter()
-    for module in found.modules:
+    for module in inside:
         number = module.name.removeprefix(_LAYERS).partition(".")[0]
-        if module.name.startswith(_LAYERS) and number.isdecimal() and len(number) < 6:
+        if number.isdecimal() and len(number) < 6:
             sizes[int(number)] += module.nbytes
     return tuple(sizes[index] for index in sorted(sizes))
 

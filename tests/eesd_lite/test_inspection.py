@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from eesd_lite.inspection import Inspection, Weights, inspect_model
@@ -21,6 +25,7 @@ from quant.small_reads import zero_version_of
 from tests.numpy_gptq import pack_bits
 from tests.tiny import Tiny, TinySpec, build
 
+OPEN = "asymmetric: the data cannot show it"
 TinyOf = Callable[[TinySpec], Tiny]
 
 
@@ -219,6 +224,30 @@ def test_the_demo_model_is_what_its_recipe_says() -> None:
     assert weights.bits == {4: 210} and weights.group_sizes == {64: 210} and weights.sym is False
     assert weights.packed_layers == (1_994_752,) * 30 and weights.lm_head == "tied to the embedding"
     assert found.text.tokens == found.config["vocab_size"] == 49152
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_no_damage_of_small_files_or_headers_makes_it_fail(tiny_of: TinyOf, data: st.DataObject) -> None:
+    """Bytes of config, tokenizer files or the weights' header replaced at random: a description, never an exception."""
+    source = tiny_of(TinySpec(layers=2)).folder
+    names = ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"]
+    name = data.draw(st.sampled_from(names))
+    content = bytearray((source / name).read_bytes())
+    limit = 9000 if name == "model.safetensors" else len(content)
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, limit - 1))
+        content[place : place + data.draw(st.integers(0, 3))] = data.draw(
+            st.sampled_from([b"-1", b"9" * 20, b"null", b"[]", b"{}", b"true", b"1e999", b'""', b"\xff", b"0", b""])
+        )
+    with tempfile.TemporaryDirectory() as place_for_it:
+        folder = Path(place_for_it) / "model"
+        folder.mkdir()
+        for other in names:
+            if other != name:
+                os.link(source / other, folder / other)
+        (folder / name).write_bytes(content)
+        json.dumps(asdict(inspect_model(folder)))
 
 
 def test_two_weight_files_are_refused_until_one_is_named(tmp_path: Path) -> None:
