@@ -255,6 +255,7 @@ class Engine:
         emitter = Emitter(params, self.text.eos_token_ids, self.text.stream())
         drafter = self._drafter(sampler)
         stats, before = self.stats, self.stats.snapshot()
+        read_before = self.target.bank.read_seconds
         produced = 0
         try:
             visible = list(ids)
@@ -279,6 +280,7 @@ class Engine:
             stats.prefill_emitted += min(1, emitted)
             # Counted from the rounds themselves, so that the sums close wherever an interruption struck.
             done = stats.since(before)
+            stats.read_seconds += self.target.bank.read_seconds - read_before
             stats.cut += done.accepted + done.rounds - max(emitted - 1, 0)
             self._cached = self._cached[: len(ids) + emitted]
             self.target.bank.abandon()
@@ -328,7 +330,7 @@ class Engine:
         )
         if isinstance(self.controller, LearnsDraftTime):
             self.controller.draft_took(self.clock() - started)
-        draft_bytes = bank.streamed_bytes
+        draft_bytes, draft_seconds, waited = bank.streamed_bytes, self.clock() - started, bank.waited_seconds
         logits = verify(target, drafted)
         accepted = accept(drafted.tree, logits, self._choose(sampler), visible)
         crop(target, drafter, drafted, accepted)
@@ -342,6 +344,8 @@ class Engine:
         stats.verify_offloaded_bytes += bank.streamed_bytes - draft_bytes
         stats.sweeps += 1 if self.plan.sweep_bytes else 0
         stats.decode_seconds += seconds
+        stats.draft_seconds += draft_seconds
+        stats.wait_seconds += bank.waited_seconds - waited
         return list(accepted.tokens)
 
 

@@ -58,6 +58,16 @@ class LayerBank:
         """Layers of tier host-compute, in order."""
         return [layer for _, layer in sorted(self.fixed.items()) if isinstance(layer, HostLayer)]
 
+    @property
+    def waited_seconds(self) -> float:
+        """How long layers were waited for."""
+        return self.streamer.waited_seconds if self.streamer is not None else 0.0
+
+    @property
+    def read_seconds(self) -> float:
+        """In how many seconds some layer was being read."""
+        return self.streamer.read_seconds if self.streamer is not None else 0.0
+
     def layer(self, index: int) -> RunnableLayer:
         """See `LayerSource`."""
         self.forwards[index] += 1

@@ -24,12 +24,16 @@ class Stats:
     prompt_tokens: int = 0
     prefilled_tokens: int = 0  # prompt tokens that the cache did not already hold
     accepted_length_histogram: list[int] = field(default_factory=list)  # index: accepted drafts of a round
+    draft_length_histogram: list[int] = field(default_factory=list)  # index: drafted tokens of a round
     sweeps: int = 0  # walks over all layers that are not resident
     draft_offloaded_bytes: int = 0  # stays 0: drafting never touches an offloaded weight
     verify_offloaded_bytes: int = 0
     prefill_offloaded_bytes: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    draft_seconds: float = 0.0  # the part of decode_seconds before verification began
+    wait_seconds: float = 0.0  # the part of it in which verification waited for a streamed layer
+    read_seconds: float = 0.0  # in which some layer was being read, prefill and background fetching included
     draft_forwards: int = 0  # passes through the exit head made in order to propose a token
     target_rows: int = 0  # positions that went through the layers after the exit layer
 
@@ -39,9 +43,9 @@ class Stats:
         self.rounds += 1
         self.drafted += drafted
         self.accepted += accepted
-        missing = accepted + 1 - len(self.accepted_length_histogram)
-        self.accepted_length_histogram.extend([0] * missing)
-        self.accepted_length_histogram[accepted] += 1
+        for histogram, length in ((self.accepted_length_histogram, accepted), (self.draft_length_histogram, drafted)):
+            histogram.extend([0] * (length + 1 - len(histogram)))
+            histogram[length] += 1
 
     @property
     def tau(self) -> float:
@@ -69,34 +73,38 @@ class Stats:
             self.emitted == self.prefill_emitted + self.accepted + self.rounds - self.cut
             and sum(self.accepted_length_histogram) == self.rounds
             and sum(length * n for length, n in enumerate(self.accepted_length_histogram)) == self.accepted
+            and sum(self.draft_length_histogram) == self.rounds
+            and sum(length * n for length, n in enumerate(self.draft_length_histogram)) == self.drafted
         )
 
     def snapshot(self) -> Stats:
         """An independent copy of the counters as they are now."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        values["accepted_length_histogram"] = list(self.accepted_length_histogram)
-        return Stats(**values)
+        return Stats(**self._values())
 
     def since(self, earlier: Stats) -> Stats:
         """What happened after `earlier`, a snapshot of this object."""
-        values = {
-            f.name: getattr(self, f.name) - getattr(earlier, f.name)
-            for f in fields(self)
-            if f.name != "accepted_length_histogram"
-        }
-        old = earlier.accepted_length_histogram
-        histogram = [n - (old[i] if i < len(old) else 0) for i, n in enumerate(self.accepted_length_histogram)]
-        while histogram and histogram[-1] == 0:
-            histogram.pop()
-        return Stats(accepted_length_histogram=histogram, **values)
+        now, then = self._values(), earlier._values()
+        return Stats(**{name: _difference(value, then[name]) for name, value in now.items()})
 
     def as_dict(self) -> dict[str, Any]:
         """Counters and derived figures, ready for JSON."""
-        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        values["accepted_length_histogram"] = list(self.accepted_length_histogram)
-        return values | {
+        return self._values() | {
             "tau": self.tau,
             "acceptance_rate": self.acceptance_rate,
             "tokens_per_second": self.tokens_per_second,
             "prefill_tokens_per_second": self.prefill_tokens_per_second,
         }
+
+    def _values(self) -> dict[str, Any]:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: list(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def _difference(now: Any, then: Any) -> Any:
+    """Of two sums, or of two histograms; a histogram ends with its last count."""
+    if not isinstance(now, list):
+        return now - then
+    counts = [n - (then[i] if i < len(then) else 0) for i, n in enumerate(now)]
+    while counts and counts[-1] == 0:
+        counts.pop()
+    return counts

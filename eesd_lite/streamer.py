@@ -8,6 +8,7 @@ sweep. An error on a thread is raised at the next `layer` call; `abandon` makes 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -110,6 +111,9 @@ class LayerStreamer:
         self._reading: set[int] = set()  # slots that a thread writes to, even for a sweep that was abandoned
         self._checked: set[int] = set()  # layers whose content was compared with its checksum
         self._restarts = 0
+        self.waited_seconds = 0.0  # of the consumer, for layers that were not there yet
+        self._read_seconds = 0.0  # in which at least one read was under way
+        self._reads, self._reads_since = 0, 0.0
         self._error: Exception | None = None
         self._closed = False
         count = max(1, min(reader.parallel, len(slots)))
@@ -122,8 +126,8 @@ class LayerStreamer:
         expected = self.layers[self._taken % len(self.layers)]
         assert index == expected, f"sweep is at layer {expected}, asked for {index}"
         with self._lock:
-            while self._taken not in self._filled and self._error is None and not self._closed:
-                self._changed.wait()
+            if self._taken not in self._filled:
+                self._wait_for_fill()
             if self._error is not None:
                 error, self._error = self._error, None
                 self._restart()
@@ -132,6 +136,26 @@ class LayerStreamer:
                 raise StreamError("the engine is closed")
         slot = self._slots[self._taken % len(self._slots)]
         return slot.acquire(self._store.layouts[index], self._bind)
+
+    def _wait_for_fill(self) -> None:
+        started = time.perf_counter()
+        while self._taken not in self._filled and self._error is None and not self._closed:
+            self._changed.wait()
+        self.waited_seconds += time.perf_counter() - started
+
+    @property
+    def read_seconds(self) -> float:
+        """Seconds in which at least one read was under way."""
+        with self._lock:
+            return self._read_seconds + (time.perf_counter() - self._reads_since if self._reads else 0.0)
+
+    def _count_reads(self, change: int) -> None:
+        """Reads that begin (1) or end (-1); under the lock."""
+        now = time.perf_counter()
+        if self._reads:
+            self._read_seconds += now - self._reads_since
+        self._reads += change
+        self._reads_since = now
 
     def done(self, index: int) -> None:
         """Give the slot of layer `index` back."""
@@ -173,6 +197,7 @@ class LayerStreamer:
             except Exception as raised:  # whatever it is, the consumer must hear of it instead of waiting for ever
                 error = raised if isinstance(raised, StreamError) else StreamError(f"reading failed: {raised}")
             with self._lock:
+                self._count_reads(-1)
                 self._reading.discard(number % len(self._slots))
                 if restarts == self._restarts:  # else the sweep was abandoned meanwhile: read again from its start
                     if error is None:
@@ -190,6 +215,7 @@ class LayerStreamer:
                 if free and self._error is None:
                     self._reading.add(slot)
                     self._claimed += 1
+                    self._count_reads(1)
                     return self._claimed - 1, self._restarts
                 self._changed.wait()
             return None
