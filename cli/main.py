@@ -14,7 +14,7 @@ SUBCOMMANDS = {
     "quantize": "Quantize a 16-bit model to 4-bit GPTQ.",
     "synth": "Write a random model of true shape and size.",
     "train": "Train exit heads for a model on its own text.",
-    "bench": "Measure plain decoding against drafting, on this machine.",
+    "bench": "Measure plain decoding against drafting; `bench offload`: under real memory limits.",
     "trace": "Record what an exit head would draft at every position.",
     "replay": "Compare controllers on a recorded trace, under injected costs.",
     "eval": "Perplexity of a model, and its KL divergence from a reference.",
@@ -76,6 +76,16 @@ class _Lazy(click.Group):
 
             command = cache
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        # `bench` takes a model; a folder of this name is written ./offload.
+        if args[:2] == ["bench", "offload"]:
+            from cli.bench_offload import bench_offload
+
+            return "bench offload", bench_offload, args[2:]
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

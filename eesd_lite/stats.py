@@ -8,6 +8,7 @@ plus one, and `cut` counts tokens that a round produced but that EOS, a stop str
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from itertools import zip_longest
 from typing import Any
 
 
@@ -86,6 +87,11 @@ class Stats:
         now, then = self._values(), earlier._values()
         return Stats(**{name: _difference(value, then[name]) for name, value in now.items()})
 
+    def plus(self, other: Stats) -> Stats:
+        """Both together."""
+        ours, theirs = self._values(), other._values()
+        return Stats(**{name: _sum(value, theirs[name]) for name, value in ours.items()})
+
     def as_dict(self) -> dict[str, Any]:
         """Counters and derived figures, ready for JSON."""
         return self._values() | {
@@ -108,3 +114,10 @@ def _difference(now: Any, then: Any) -> Any:
     while counts and counts[-1] == 0:
         counts.pop()
     return counts
+
+
+def _sum(one: Any, other: Any) -> Any:
+    """Of two counters, or of two histograms of any length."""
+    if not isinstance(one, list):
+        return one + other
+    return [a + b for a, b in zip_longest(one, other, fillvalue=0)]

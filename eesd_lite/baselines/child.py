@@ -3,7 +3,8 @@
 Standard library only, and nothing of this project: it may be run by the Python of another environment (`-I` also
 keeps this folder off the module path, where `accelerate.py` would hide the real one). The first line out says what was
 loaded, or `missing`; then each request {"ids", "max_new_tokens", "eos"} is answered with {"ids", "prefill_seconds",
-"decode_seconds"}, decoding greedily. Whatever the peers print goes to stderr.
+"decode_seconds"}, decoding greedily. With "waits" in the settings, a line {"imported": true} comes first, and the
+model is loaded after one from the benchmark, which has set a memory limit meanwhile. Peers' own words go to stderr.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 Step = Callable[[list[int]], int]  # feeds tokens behind the cached ones, returns the greedy next token
+Loaded = tuple[dict[str, Any], Callable[[], None], Step]  # for the report, begin a new prompt, one step
 
 
 class Missing(Exception):
@@ -33,8 +35,11 @@ def main() -> None:
         answers.flush()
 
     try:
-        load = {"accelerate": load_accelerate, "llama.cpp": load_llama_cpp}[name]
-        info, restart, step = load(settings)
+        load = {"accelerate": import_accelerate, "llama.cpp": import_llama_cpp, "airllm": import_airllm}[name](settings)
+        if settings.get("waits"):
+            say({"imported": True})
+            limit_own_memory(json.loads(sys.stdin.readline())["rlimit"])
+        info, restart, step = load()
     except Missing as error:
         say({"missing": str(error)})
         return
@@ -60,7 +65,15 @@ def decode(step: Step, ids: list[int], max_new_tokens: int, eos: frozenset[int])
     return {"ids": out, "prefill_seconds": first - started, "decode_seconds": finished - first}
 
 
-def load_accelerate(settings: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], None], Step]:
+def limit_own_memory(more: int | None) -> None:
+    """An rlimit of `more` bytes of anonymous memory beyond what this process has; None: a cgroup does it."""
+    if more is not None:
+        with open("/proc/self/status") as lines:
+            has = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData"))
+        resource.setrlimit(resource.RLIMIT_DATA, (has + more, has + more))
+
+
+def import_accelerate(settings: dict[str, Any]) -> Callable[[], Loaded]:
     """transformers with accelerate's disk offload of the layers that the settings name."""
     try:
         import accelerate
@@ -71,66 +84,118 @@ def load_accelerate(settings: dict[str, Any]) -> tuple[dict[str, Any], Callable[
     if settings["threads"]:
         torch.set_num_threads(settings["threads"])
     folder = settings["folder"]
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, device_map=settings["device_map"], offload_folder=settings["offload_folder"]
-    ).eval()
     state: dict[str, Any] = {}
 
-    def restart() -> None:
-        state.clear()
+    def load() -> Loaded:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.bfloat16, device_map=settings["device_map"], offload_folder=settings["offload_folder"]
+        ).eval()
 
-    def step(ids: list[int]) -> int:
-        # Before every pass, not only the first: a model that does not fit finds nothing of itself in the page cache.
-        for place in (folder, settings["offload_folder"]):
-            _drop_pages(place)
-        with torch.inference_mode():
-            tokens = torch.tensor([ids])
-            output = model(tokens, use_cache=True, logits_to_keep=1, **state)
-            # The name changed in transformers 5.2x; whatever it gives back is what it wants next time.
-            key = "cache" if "cache" in output else "past_key_values"
-            state[key] = output[key]
-            return int(output.logits[0, -1].argmax())
+        def step(ids: list[int]) -> int:
+            # Before every pass: a model that does not fit finds nothing of itself in the page cache.
+            for place in (folder, settings["offload_folder"]):
+                _drop_pages(place)
+            with torch.inference_mode():
+                tokens = torch.tensor([ids])
+                output = model(tokens, use_cache=True, logits_to_keep=1, **state)
+                # The name changed in transformers 5.2x; whatever it gives back is what it wants next time.
+                key = "cache" if "cache" in output else "past_key_values"
+                state[key] = output[key]
+                return int(output.logits[0, -1].argmax())
+
+        return info, state.clear, step
 
     info = {
         "versions": {m.__name__: m.__version__ for m in (accelerate, torch, transformers)},
         "layers_on_disk": sum(place == "disk" for place in settings["device_map"].values()),
         "cold": "page cache of the weight files dropped (posix_fadvise) before every forward pass",
     }
-    return info, restart, step
+    return load
 
 
-def load_llama_cpp(settings: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], None], Step]:
+def import_airllm(settings: dict[str, Any]) -> Callable[[], Loaded]:
+    """AirLLM: every layer is read from its own file for every pass, one after another."""
+    try:
+        import airllm
+        import torch
+        import transformers
+    except ImportError as error:
+        raise Missing(f"{error.name or error} is not installed in {sys.executable}") from error
+    if settings["threads"]:
+        torch.set_num_threads(settings["threads"])
+    state: dict[str, Any] = {}
+
+    def load() -> Loaded:
+        model = airllm.AutoModel.from_pretrained(
+            settings["folder"], device="cpu", layer_shards_saving_path=settings["offload_folder"], prefetching=False
+        )
+        shards = [root for root, _, files in os.walk(settings["offload_folder"]) if files]
+
+        def step(ids: list[int]) -> int:
+            for place in (settings["folder"], *shards):
+                _drop_pages(place)
+            with torch.inference_mode():
+                # It has no cache across calls that its own `generate` would use on a CPU: the whole prefix each time.
+                state["ids"] = [*state.get("ids", []), *ids]
+                output = model(torch.tensor([state["ids"]]), use_cache=False, return_dict=True)
+                return int(output.logits[0, -1].argmax())
+
+        return info, state.clear, step
+
+    info = {
+        "versions": {
+            "airllm": _version("airllm"),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "cold": "page cache of the weight files dropped (posix_fadvise) before every forward pass",
+    }
+    return load
+
+
+def import_llama_cpp(settings: dict[str, Any]) -> Callable[[], Loaded]:
     """llama.cpp through its C interface: one decode and its own greedy sampler per token, no Python in between."""
     try:
         import llama_cpp as lib
     except ImportError as error:
         raise Missing(f"llama-cpp-python is not installed in {sys.executable}") from error
     threads = settings["threads"] or os.cpu_count()
-    llama = lib.Llama(
-        settings["gguf"],
-        n_ctx=settings["context"],
-        n_batch=min(512, settings["context"]),
-        n_threads=threads,
-        n_threads_batch=threads,
-        verbose=False,
-    )
-    context = llama.ctx
-    sampler = lib.llama_sampler_init_greedy()
 
-    def restart() -> None:
-        lib.llama_memory_clear(lib.llama_get_memory(context), True)
+    def load() -> Loaded:
+        _drop_pages(os.path.dirname(settings["gguf"]))  # else pages that others have read do not count for this process
+        llama = lib.Llama(
+            settings["gguf"],
+            n_ctx=settings["context"],
+            n_batch=min(512, settings["context"]),
+            n_threads=threads,
+            n_threads_batch=threads,
+            verbose=False,
+        )
+        context = llama.ctx
+        sampler = lib.llama_sampler_init_greedy()
 
-    def step(ids: list[int]) -> int:
-        for start in range(0, len(ids), llama.n_batch):
-            part = ids[start : start + llama.n_batch]
-            tokens = (lib.llama_token * len(part))(*part)
-            code = lib.llama_decode(context, lib.llama_batch_get_one(tokens, len(part)))
-            if code:
-                raise RuntimeError(f"llama_decode returned {code}")
-        return int(lib.llama_sampler_sample(sampler, context, -1))
+        def restart() -> None:
+            lib.llama_memory_clear(lib.llama_get_memory(context), True)
+
+        def step(ids: list[int]) -> int:
+            for start in range(0, len(ids), llama.n_batch):
+                part = ids[start : start + llama.n_batch]
+                tokens = (lib.llama_token * len(part))(*part)
+                code = lib.llama_decode(context, lib.llama_batch_get_one(tokens, len(part)))
+                if code:
+                    raise RuntimeError(f"llama_decode returned {code}")
+            return int(lib.llama_sampler_sample(sampler, context, -1))
+
+        return info, restart, step
 
     info = {"versions": {"llama-cpp-python": lib.__version__}, "gguf": settings["gguf"], "threads": threads}
-    return info, restart, step
+    return load
+
+
+def _version(package: str) -> str:
+    from importlib.metadata import version
+
+    return version(package)
 
 
 def _drop_pages(folder: str) -> None:

@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from eesd_lite.bench.contenders import Run
+from eesd_lite.bench.limits import MemoryGroup
 from eesd_lite.errors import EesdError
 from eesd_lite.params import SamplingParams
+from eesd_lite.stats import Stats
 
 CHILD = Path(__file__).with_name("child.py")
 
@@ -41,28 +43,44 @@ class PeerSpec:
     prompts: int
     max_new_tokens: int
     facts: dict[str, Any] = field(default_factory=dict)  # for the report
+    command: tuple[str, ...] = ()  # what follows the interpreter; none: the child script of all peers
 
 
 class Peer:
-    """The running child. Use as a context manager: it ends with the block."""
+    """The running child. Use as a context manager: it ends with the block.
 
-    def __init__(self, spec: PeerSpec) -> None:
+    In a memory `group` it imports what it needs first; then the group is limited to what it holds by then and
+    `allowance` bytes more (None: the group has its limit already), and the model is loaded. Without cgroups the child
+    limits itself likewise.
+    """
+
+    def __init__(self, spec: PeerSpec, group: MemoryGroup | None = None, allowance: int | None = None) -> None:
         self.name = spec.name
         self.prompts: int | None = spec.prompts
         self.peak_rss_bytes = 0
         self.disk_bytes_per_pass: list[int] = []
+        self.group = group
+        self.limit_bytes: int | None = None  # of the whole process, where a cgroup counts
         self._spec = spec
         self._errors = tempfile.TemporaryFile()
-        command = [spec.python, "-I", str(CHILD), spec.name, json.dumps(spec.settings)]
+        settings = {**spec.settings, "waits": group is not None}
+        command = [spec.python, *(spec.command or ("-I", str(CHILD))), spec.name, json.dumps(settings)]
         try:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=_plain_env()
-            )
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
+                env=_plain_env(), preexec_fn=group.enter if group is not None else None,
+            )  # fmt: skip
         except OSError as error:
             self._errors.close()
             raise PeerMissing(f"cannot start {spec.python}: {error.strerror}") from error
         try:
             hello = self._receive()
+            if group is not None and "imported" in hello:
+                held = group.usage_bytes()
+                if held is not None and allowance is not None:
+                    group.limit(held + allowance)
+                self.limit_bytes = group.limit_bytes
+                hello = self._ask({"rlimit": allowance if held is None else None})
         except BaseException:
             self.close()
             raise
@@ -71,13 +89,15 @@ class Peer:
             raise PeerMissing(hello["missing"])
         self.info: dict[str, Any] = hello["ready"]
 
-    def run(self, ids: Sequence[int], params: SamplingParams) -> Run:
+    def run(self, ids: Sequence[int], params: SamplingParams, **more: Any) -> Run:
+        """One answer. `more` goes into the request, for children that know more than one way to answer."""
         limit = min(params.max_new_tokens, self._spec.max_new_tokens)
         eos = [] if params.ignore_eos else list(self._spec.eos)
-        reply = self._ask({"ids": list(ids), "max_new_tokens": limit, "eos": eos})
+        reply = self._ask({"ids": list(ids), "max_new_tokens": limit, "eos": eos, **more})
         self.peak_rss_bytes = reply["peak_rss_bytes"]
         self.disk_bytes_per_pass.append(reply["disk_bytes_per_pass"])
-        return Run(tuple(reply["ids"]), reply["prefill_seconds"], reply["decode_seconds"])
+        stats = Stats(**reply["stats"]) if "stats" in reply else None
+        return Run(tuple(reply["ids"]), reply["prefill_seconds"], reply["decode_seconds"], stats)
 
     def figures(self) -> dict[str, Any]:
         """What the report says about it beside speeds."""

@@ -59,13 +59,7 @@ def total_stats(repeats: Sequence[Sequence[Run]]) -> Stats:
     """The engine's counters, summed over all runs."""
     total = Stats()
     for stats in (run.stats for runs in repeats for run in runs if run.stats is not None):
-        for name, value in vars(stats).items():
-            if name != "accepted_length_histogram":
-                setattr(total, name, getattr(total, name) + value)
-        histogram = total.accepted_length_histogram
-        histogram.extend([0] * (len(stats.accepted_length_histogram) - len(histogram)))
-        for index, count in enumerate(stats.accepted_length_histogram):
-            histogram[index] += count
+        total = total.plus(stats)
     return total
 
 

@@ -9,25 +9,28 @@ from pathlib import Path
 import pytest
 
 from eesd_lite.bench import limits
-from eesd_lite.bench.limits import limited
+from eesd_lite.bench.limits import MemoryGroup, memory_group
 
 LIMIT = 96 << 20
 TAKES = "import sys; block = bytearray(int(sys.argv[1])); block[::4096] = b'x' * len(block[::4096]); print(len(block))"
 
 
-def take(nbytes: int, limit: limits.MemoryLimit) -> subprocess.CompletedProcess[str]:
+def take(nbytes: int, group: MemoryGroup) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", TAKES, str(nbytes)]
-    return subprocess.run(command, preexec_fn=limit.enter, capture_output=True, text=True)
+    return subprocess.run(command, preexec_fn=group.enter, capture_output=True, text=True)
 
 
 def check() -> str:
-    with limited(LIMIT) as limit:
-        assert take(LIMIT // 4, limit).stdout == f"{LIMIT // 4}\n"
-        assert take(2 * LIMIT, limit).returncode != 0
-        if limit.folder is not None:
-            assert LIMIT // 4 < (limit.peak_bytes() or 0) <= LIMIT
-    assert limit.folder is None or not limit.folder.exists()
-    return limit.method
+    with memory_group() as group:
+        assert take(2 * LIMIT, group).returncode == 0, "no limit yet"
+    with memory_group() as group:
+        group.limit(LIMIT)
+        assert take(LIMIT // 4, group).stdout == f"{LIMIT // 4}\n"
+        assert take(2 * LIMIT, group).returncode != 0
+        if group.folder is not None:
+            assert LIMIT // 4 < (group.peak_bytes() or 0) <= LIMIT and group.usage_bytes() is not None
+    assert group.folder is None or not group.folder.exists()
+    return group.method
 
 
 def test_a_child_gets_no_more_than_its_limit_by_whatever_means_there_are() -> None:
@@ -37,8 +40,3 @@ def test_a_child_gets_no_more_than_its_limit_by_whatever_means_there_are() -> No
 def test_without_cgroups_an_rlimit_does_it_and_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(limits, "CGROUP", tmp_path)
     assert check() == "rlimit"
-
-
-def test_no_limit_limits_nothing() -> None:
-    with limited(None) as limit:
-        assert limit.method == "none" and take(2 * LIMIT, limit).returncode == 0 and limit.peak_bytes() is None

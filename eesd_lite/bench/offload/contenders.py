@@ -1,0 +1,122 @@
+"""How every contender is started: our engine as a worker, and peers with as much of the model in memory as fits.
+
+Peers get the same allowance: accelerate keeps the layers that fit into it and has the rest on disk, AirLLM reads every
+layer for every pass by design, llama.cpp maps its file and leaves the choice to the page cache.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from eesd_lite.baselines import accelerate, llama_cpp
+from eesd_lite.baselines.peer import PeerMissing, PeerSpec, python_for
+from eesd_lite.bench.offload import worker
+from eesd_lite.bench.offload.settings import MARGIN, OffloadSettings
+from eesd_lite.config import ModelConfig
+from eesd_lite.errors import PrepareError
+from eesd_lite.prepare import ModelSource
+from eesd_lite.progress import Progress
+from quant.checkpoint import Checkpoint
+
+AIRLLM_PYTHON = "EESD_AIRLLM_PYTHON"
+Specs = Callable[[int], dict[str, PeerSpec | str]]  # memory -> spec by name, or why there is none
+
+
+def worker_spec(
+    settings: OffloadSettings, source: ModelSource, memory: int, rate: float | None, exit_layer: int | None,
+    eos: tuple[int, ...],
+) -> PeerSpec:  # fmt: skip
+    """Our engine at one exit layer, or without a head."""
+    options: dict[str, Any] = {
+        "device_memory": memory - MARGIN if not settings.whole_process else worker_budget(memory),
+        "context": settings.context,
+        "threads": settings.threads,
+        "throttle": rate,
+        "draft_limit": settings.draft_limit,
+        "controller": "off",
+        "head": "off" if exit_layer is None else None,
+    }
+    if exit_layer is not None:
+        options["exit_layer"] = exit_layer
+    values = {"model": str(source.folder) if source.recipe is None else source.name, "options": options, "sampling": {}}
+    return PeerSpec(
+        "eesd", sys.executable, values, eos, settings.limit_prompts, settings.max_new_tokens, command=worker.COMMAND
+    )
+
+
+def worker_budget(limit: int) -> int:
+    """What is left for the plan when a limit counts the whole process: Python, torch and the compiled kernels first."""
+    return max(limit - RUNTIME_BYTES - MARGIN, MARGIN)
+
+
+RUNTIME_BYTES = 640 << 20  # a process with torch, transformers' tokenizer and numba, before any model
+
+
+def peer_specs(
+    settings: OffloadSettings, source: ModelSource, *, eos: tuple[int, ...], progress: Progress, stack: ExitStack
+) -> Specs:
+    """What is needed once for all memories (16-bit copies, the GGUF file) is made here, and removed with `stack`."""
+    makers: dict[str, Callable[[int], PeerSpec] | str] = {}
+    folder: Path | None = None
+    for name in settings.baselines:
+        try:
+            if name == llama_cpp.NAME:
+                gguf = llama_cpp.find_gguf(settings.gguf, source, progress)
+                makers[name] = lambda memory, gguf=gguf: llama_cpp.peer_spec(  # type: ignore[misc]
+                    gguf, context=settings.context, threads=settings.threads, eos=eos, prompts=settings.limit_prompts,
+                    max_new_tokens=settings.max_new_tokens,
+                )  # fmt: skip
+                continue
+            _check_installed(name)
+            if folder is None:
+                folder = stack.enter_context(accelerate.sixteen_bit_copy(source.folder, progress))
+            make = _accelerate if name == accelerate.NAME else _airllm
+            makers[name] = lambda memory, make=make, folder=folder: make(settings, folder, memory, eos)  # type: ignore[misc]
+        except (PeerMissing, PrepareError) as missing:
+            makers[name] = str(missing)
+    return lambda memory: {name: make if isinstance(make, str) else make(memory) for name, make in makers.items()}
+
+
+def _check_installed(name: str) -> None:
+    if name == accelerate.NAME:
+        accelerate.check_installed()
+    elif python_for(AIRLLM_PYTHON) == sys.executable and importlib.util.find_spec("airllm") is None:
+        raise PeerMissing(f"airllm is not installed; set {AIRLLM_PYTHON} to the Python of an environment that has it")
+
+
+def _accelerate(settings: OffloadSettings, folder: Path, memory: int, eos: tuple[int, ...]) -> PeerSpec:
+    config, tensors = ModelConfig.from_folder(folder), Checkpoint(folder).tensors
+    sizes = [
+        sum(info.nbytes for name, info in tensors.items() if name.startswith(f"model.layers.{index}."))
+        for index in range(config.num_hidden_layers)
+    ]
+    room = memory - MARGIN - 2 * max(sizes)  # a layer that is being loaded, and what computes with it
+    room -= sum(info.nbytes for name, info in tensors.items() if ".layers." not in name)
+    tiers = []
+    for size in sizes:
+        room -= size
+        tiers.append("device" if room >= 0 else "disk")
+    spec = accelerate.peer_spec(folder, tiers=tiers, threads=settings.threads, eos=eos, prompts=settings.limit_prompts)
+    return _shorter(spec, settings.baseline_tokens)
+
+
+def _airllm(settings: OffloadSettings, folder: Path, memory: int, eos: tuple[int, ...]) -> PeerSpec:
+    shards = folder.with_name(f"{folder.name}-airllm")
+    shutil.rmtree(shards, ignore_errors=True)
+    shards.mkdir()
+    values = {"folder": str(folder), "offload_folder": str(shards), "threads": settings.threads}
+    every = ["disk"] * ModelConfig.from_folder(folder).num_hidden_layers
+    facts = {"sweep_bytes": accelerate.sweep_bytes(folder, every), "weights": "bfloat16, dequantized"}
+    return PeerSpec(
+        "airllm", python_for(AIRLLM_PYTHON), values, eos, settings.limit_prompts, settings.baseline_tokens, facts
+    )
+
+
+def _shorter(spec: PeerSpec, tokens: int) -> PeerSpec:
+    return PeerSpec(spec.name, spec.python, spec.settings, spec.eos, spec.prompts, tokens, spec.facts)

@@ -1,0 +1,64 @@
+"""What one offload benchmark is asked to do, validated before anything heavy is imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from eesd_lite.bench.settings import PLAIN
+from eesd_lite.controller import make_controller
+from eesd_lite.errors import EesdError
+from eesd_lite.units import parse_size
+
+BASELINES = ("accelerate", "airllm", "llama.cpp")
+DISK = "disk"
+MARGIN = 12 << 20  # of the allowance, for what an engine's plan does not count: Python objects, allocator slack
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadSettings:
+    """All options of one matrix; sizes in bytes, rates in bytes per second (None: the disk's own)."""
+
+    model: str
+    memories: tuple[int, ...]
+    exit_layers: tuple[int, ...] = ()  # empty: plain decoding only
+    controllers: tuple[str, ...] = ("calibrated",)
+    rates: tuple[float | None, ...] = (None,)
+    baselines: tuple[str, ...] = ()
+    whole_process: bool = False  # the limit counts the runtime too, instead of coming on top of it
+    draft_limit: int = 16
+    context: int = 512
+    threads: int | None = None
+    prompts: Path | None = None
+    limit_prompts: int = 4
+    max_new_tokens: int = 32
+    baseline_tokens: int = 8
+    repeat: int = 1
+    ignore_eos: bool = True
+    gguf: Path | None = None
+
+    def __post_init__(self) -> None:
+        for spec in self.controllers:
+            make_controller(spec)
+        unknown = [name for name in self.baselines if name not in BASELINES]
+        if unknown:
+            raise EesdError(f"unknown baseline {unknown[0]!r}; known: {', '.join(BASELINES)}")
+        if not self.memories or min(self.memories) <= MARGIN:
+            raise EesdError(f"--memory: give one size or more, each above {MARGIN >> 20} MiB")
+        if len(self.exit_layers) > 0 and self.drafting == ():
+            raise EesdError("--exit-layers without a controller that drafts; name one with --controllers")
+
+    @property
+    def drafting(self) -> tuple[str, ...]:
+        """Controllers other than plain decoding, which always takes part."""
+        return tuple(name for name in dict.fromkeys(self.controllers) if name != PLAIN)
+
+
+def parse_rate(text: str) -> float | None:
+    """ "disk", or a rate such as 400MB/s."""
+    if text.strip().lower() == DISK:
+        return None
+    rate = parse_size(text.strip().removesuffix("/s"))
+    if rate <= 0:
+        raise EesdError(f"--link-rates: {text!r} is not a rate above 0 bytes a second")
+    return float(rate)
