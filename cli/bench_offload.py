@@ -26,6 +26,7 @@ from cli.render import ProgressDisplay
 )
 @click.option("--whole-process", is_flag=True, help="--memory is the limit of the whole process, runtime included.")
 @click.option("--exit-layers", type=Names(), default="", help="Draft at these layers: 10,20.  [default: plain only]")
+@click.option("--head", help='Exit head: a file, "instant" or "random".  [default: the one that belongs to the model]')
 @click.option("--controllers", type=Names(), default="calibrated", show_default=True, help="Beside plain decoding.")
 @click.option(
     "--link-rates", "rates", type=Names(), default="disk", show_default=True, help="disk,400MB/s,... (simulated)."

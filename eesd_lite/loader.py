@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from eesd_lite.bank_loader import Place, load_bank
 from eesd_lite.blob_reader import BlobReader
@@ -36,6 +37,7 @@ from eesd_lite.transformer import DecoderLayer
 from quant.checkpoint import Checkpoint
 from quant.kernels import DenseKernel, Int4CpuKernel, Int4CudaKernel
 
+_TABLE_ROWS = 4096  # rows of an embedding that are converted at a time
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -153,10 +155,12 @@ def load_target(
     """Everything that `plan` allocates for the target."""
     device, dtype = torch.device(options.device), DTYPES[options.dtype]
     capacity = plan.context + (options.draft_limit if plan.exit_layer is not None else 0)
-    embedding = checkpoint.tensor(EMBEDDING).to(dtype).to(device)
+    embedding = _table(checkpoint.tensor(EMBEDDING), dtype, device)
     lm_head = embedding
     if has_own_lm_head(checkpoint, config):
-        lm_head = checkpoint.dequantized(LM_HEAD).to(dtype).to(device)
+        quantized = checkpoint.is_quantized(LM_HEAD)
+        stored = checkpoint.dequantized(LM_HEAD) if quantized else checkpoint.tensor(f"{LM_HEAD}.weight")
+        lm_head = _table(stored, dtype, device)
     rope = rope_tables(config, capacity, device)
     here = Place(device, ops, kernels, store, rope)
     on_host = frozenset(index for index, tier in enumerate(plan.tiers) if tier == HOST_COMPUTE)
@@ -178,6 +182,17 @@ def load_target(
         exit_layer=plan.exit_layer or 0,
         device=device,
     )  # fmt: skip
+
+
+def _table(stored: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A [vocab, hidden] matrix in memory of its own: what a checkpoint gives is a mapped file, which may be evicted.
+
+    A few rows at a time, so that a conversion takes no second table.
+    """
+    table = torch.empty(stored.shape, dtype=dtype, device=device)
+    for start in range(0, stored.shape[0], _TABLE_ROWS):
+        table[start : start + _TABLE_ROWS] = stored[start : start + _TABLE_ROWS].to(device)
+    return table
 
 
 def _host_place(

@@ -24,6 +24,7 @@ from eesd_lite.prepare import ModelSource
 from eesd_lite.progress import Progress
 from quant.checkpoint import Checkpoint
 
+RUNTIME_BYTES = 400 << 20  # anonymous memory of a process with torch, numba and a tokenizer, before any model
 AIRLLM_PYTHON = "EESD_AIRLLM_PYTHON"
 Specs = Callable[[int], dict[str, PeerSpec | str]]  # memory -> spec by name, or why there is none
 
@@ -34,13 +35,13 @@ def worker_spec(
 ) -> PeerSpec:  # fmt: skip
     """Our engine at one exit layer, or without a head."""
     options: dict[str, Any] = {
-        "device_memory": memory - MARGIN if not settings.whole_process else worker_budget(memory),
+        "device_memory": memory - MARGIN - (RUNTIME_BYTES if settings.whole_process else 0),
         "context": settings.context,
         "threads": settings.threads,
         "throttle": rate,
         "draft_limit": settings.draft_limit,
         "controller": "off",
-        "head": "off" if exit_layer is None else None,
+        "head": "off" if exit_layer is None else settings.head,
     }
     if exit_layer is not None:
         options["exit_layer"] = exit_layer
@@ -48,14 +49,6 @@ def worker_spec(
     return PeerSpec(
         "eesd", sys.executable, values, eos, settings.limit_prompts, settings.max_new_tokens, command=worker.COMMAND
     )
-
-
-def worker_budget(limit: int) -> int:
-    """What is left for the plan when a limit counts the whole process: Python, torch and the compiled kernels first."""
-    return max(limit - RUNTIME_BYTES - MARGIN, MARGIN)
-
-
-RUNTIME_BYTES = 640 << 20  # a process with torch, transformers' tokenizer and numba, before any model
 
 
 def peer_specs(

@@ -40,11 +40,9 @@ def _point(point: dict[str, Any]) -> list[str]:
     if point["disk"]:
         disk = point["disk"]
         raw = disk["raw_bytes_per_second"]
-        lines += [
-            f"Raw {disk['method']} rate {_gigabytes(raw['mean'])} ({_gigabytes(raw['min'])} - {_gigabytes(raw['max'])}); "
-            f"plain decoding streams {disk['plain_share_of_link']:.0%} of what the link allows.",
-            "",
-        ]
+        spread = f"{_gigabytes(raw['mean'])} ({_gigabytes(raw['min'])} - {_gigabytes(raw['max'])})"
+        share = f"plain decoding streams {disk['plain_share_of_link']:.0%} of what the link allows."
+        lines += [f"Raw {disk['method']} rate {spread}; {share}", ""]
     lines += [
         "| | tokens/s, median (min - max) | over plain | tau | resident | read a token "
         "| draft / wait / compute, ms | overlap | identical | peak |",

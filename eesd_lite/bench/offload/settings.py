@@ -23,6 +23,7 @@ class OffloadSettings:
     memories: tuple[int, ...]
     exit_layers: tuple[int, ...] = ()  # empty: plain decoding only
     controllers: tuple[str, ...] = ("calibrated",)
+    head: str | None = None  # a file, "instant" or "random"; None: the one that belongs to the model
     rates: tuple[float | None, ...] = (None,)
     baselines: tuple[str, ...] = ()
     whole_process: bool = False  # the limit counts the runtime too, instead of coming on top of it

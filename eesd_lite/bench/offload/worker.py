@@ -73,10 +73,12 @@ def main() -> None:
 
 def _warm_up(model: str, options: dict[str, Any]) -> None:
     """Everything that is there whatever the model: imports, compiled kernels; and the tokenizer."""
+    import torch
+
     from eesd_lite.cpu_ops import FusedCpuOps
     from eesd_lite.prepare import resolve_model
     from eesd_lite.text import TextCodec
 
-    if FusedCpuOps.supported(options.get("device", "cpu"), options.get("dtype", "bfloat16")) is None:
-        FusedCpuOps.warm_up()
+    if FusedCpuOps.supported(options.get("device", "cpu"), torch.bfloat16) is None:
+        FusedCpuOps(threads=options.get("threads") or torch.get_num_threads())
     TextCodec.from_folder(resolve_model(model).folder)
