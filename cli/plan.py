@@ -34,6 +34,7 @@ class DeviceSize(Size):
 @click.argument("model", required=False)
 @click.option("--shape", metavar="NAME", help="Plan for a well-known shape, without weights; a wrong name lists them.")
 @click.option("--group-size", type=int, help="With --shape: inputs that share a scale.  [default: the usual]")
+@click.option("--weights", metavar="FILE", help="With MODEL: which file or index, where its folder holds several.")
 @click.option("--preset", type=click.Choice(PRESETS), help="A card of that size in an ordinary desktop.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: cuda with --preset or --host-memory]")
 @click.option("--device-memory", type=DeviceSize(), help="All that is allocated there: 8GiB, 8GB, bytes, auto.")
@@ -59,10 +60,15 @@ def plan(
 
     if (model is None) == (shape is None):
         raise click.UsageError("give either MODEL or --shape NAME")
+    if given["weights"] is not None and model is None:
+        raise click.UsageError("--weights goes with MODEL")
     if group_size is not None and (shape is None or not (group_size == -1 or group_size >= 32)):
         raise click.UsageError("--group-size goes with --shape, and is -1 or at least 32")
     wishes = _wishes(given)
-    planned = plan_shape(shape, wishes, group_size=group_size) if shape is not None else plan_model(model or "", wishes)
+    if shape is not None:
+        planned = plan_shape(shape, wishes, group_size=group_size)
+    else:
+        planned = plan_model(model or "", wishes, weights=given["weights"])
     click.echo(json.dumps(as_dict(planned, tau)) if as_json else "\n".join(lines(planned, tau)))
 
 

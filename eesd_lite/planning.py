@@ -79,11 +79,14 @@ def plan_shape(name: str, wishes: PlanWishes, *, group_size: int | None = None) 
     return _planned(name, config, layers, shape.tie_word_embeddings, wishes, heads=(), notes=[])
 
 
-def plan_model(model: str | Path, wishes: PlanWishes) -> PlannedModel:
-    """A plan for a model on this machine, from its headers. Raises ModelError, CheckpointError or BudgetError."""
+def plan_model(model: str | Path, wishes: PlanWishes, *, weights: str | None = None) -> PlannedModel:
+    """A plan for a model on this machine, from its headers; `weights` names the file where a folder holds several.
+
+    Raises ModelError, CheckpointError or BudgetError.
+    """
     source = find_local(model)
     config = ModelConfig.from_folder(source.folder)
-    opened = ModelFolder(source.folder)
+    opened = ModelFolder(source.folder, weights)
     kernel, itemsize = _storage(wishes)
     packed = packed_beside(source.folder)
     if packed is not None and "model.layers.0.input_layernorm.weight" not in opened:

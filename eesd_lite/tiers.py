@@ -40,7 +40,7 @@ class PlanRequest:
     host_mode: str = "stream"  # what happens to layers in host memory: stream, compute, or a balance by the rates
     link_rate: int = 25 * 10**9  # bytes per second from host to device
     host_rate: int = 20 * 10**9  # bytes of packed weights per second that the CPU multiplies by a verification's rows
-    staging: bool = True  # layers on disk pass through host memory; False where the device is the CPU
+    staging: bool = True  # False where the device is the CPU: nothing is staged, tables and scratch are shared
     tiers: tuple[str, ...] | None = None  # of a saved plan: every layer's place is given
 
 
@@ -235,13 +235,14 @@ def host_items(request: PlanRequest, exit_layer: int | None, tiers: tuple[str, .
     if request.host_memory is None and request.tiers is None:
         return ()
     computed = tiers.count(HOST_COMPUTE)
+    apart = computed > 0 and request.staging
     slot_bytes = max(_sizes(request, tiers, DISK), default=0)
     items = (
         ("layers to stream", sum(_sizes(request, tiers, HOST_STREAM))),
         ("layers to compute", sum(_sizes(request, tiers, HOST_COMPUTE))),
         ("KV cache", request.kv_bytes_per_token * _tokens(request, exit_layer) * computed),
-        ("rope tables", request.rope_bytes_per_token * _tokens(request, exit_layer) if computed else 0),
-        ("scratch", _scratch(request) if computed else 0),
+        ("rope tables", request.rope_bytes_per_token * _tokens(request, exit_layer) if apart else 0),
+        ("scratch", _scratch(request) if apart else 0),
         ("disk ring", slot_bytes * _host_ring(request, tiers)),
         ("reserve", request.host_reserve_bytes),
     )

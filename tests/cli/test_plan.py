@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
+import torch
 from click.testing import CliRunner
 
 from cli.main import eesd
@@ -104,6 +108,25 @@ def test_json_says_the_same_for_programs() -> None:
 def test_mistakes_are_one_line(arguments: tuple[str, ...], code: int, words: str) -> None:
     found, out, err = run(*arguments)
     assert (found, out) == (code, "") and words in err and "Traceback" not in err
+
+
+def test_auto_asks_the_machine_and_leaves_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10 << 30, total=16 << 30))
+    code, out, _ = run("--shape", "llama-2-7b", "--device-memory", " AUTO", "--json")
+    assert code == 0 and json.loads(out)["device_memory"] == 8 << 30
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without CUDA says")
+def test_auto_for_a_device_that_is_not_there_is_said() -> None:
+    code, _, err = run("--shape", "llama-2-7b", "--device", "cuda", "--device-memory", "auto")
+    assert code == 1 and "torch sees none; give a size such as 8GiB" in err
+
+
+def test_one_of_several_weight_files_can_be_named(tiny_folder: Path) -> None:
+    shutil.copy(tiny_folder / "model.safetensors", tiny_folder / "other.safetensors")
+    code, _, err = run(str(tiny_folder))
+    assert code == 1 and "--weights FILE" in err
+    assert run(str(tiny_folder), "--weights", "other.safetensors")[0] == 0
 
 
 def test_an_exact_fit_fits_and_one_byte_less_does_not() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from eesd_lite.engine import Engine
 from eesd_lite.errors import BudgetError, EesdError, ModelError
 from eesd_lite.planning import PlanWishes, plan_model, plan_shape
 from models.recipe import RecipeError
+from tests.tiny import Tiny, TinySpec
 
 GIB = 1024**3
 
@@ -119,3 +121,18 @@ def test_what_is_planned_from_headers_is_what_is_allocated(demo_model: Path, mib
     lasting = {name: size for name, size in planned.items if name != "scratch"}
     assert sum(found["device"].values()) == pytest.approx(sum(lasting.values()), rel=0.01)
     assert found == {"device": lasting, "host": {}}
+
+
+@pytest.mark.parametrize("mode", ["stream", "compute"])
+def test_a_plan_over_all_tiers_is_the_engines_and_is_allocated(tiny_of: Callable[[TinySpec], Tiny], mode: str) -> None:
+    tiny = tiny_of(TinySpec(layers=9))
+    size = plan_model(tiny.folder, PlanWishes(context=128, exit_layer=0)).plan.layer_bytes[0]
+    host = 4 * size + (4 * 2 * 2 * 16 * 2 * 128 if mode == "compute" else 0)
+    options = {"resident_layers": 2, "host_memory": host, "host_mode": mode, "context": 128}
+    planned = plan_model(tiny.folder, PlanWishes(exit_layer=0, **options)).plan
+    assert planned.tiers.count("disk") == 3 and planned.tiers.count(f"host-{mode}") == 4
+    with tiny.engine(**options) as engine:
+        assert engine.plan == planned
+        found = allocated_bytes(engine)
+    assert found["host"] == dict(planned.host_items)
+    assert found["device"] == {name: size for name, size in planned.items if name != "scratch"}

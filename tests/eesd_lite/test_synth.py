@@ -101,6 +101,16 @@ def test_packed_layers_are_laid_out_as_packing_would_and_load_without_it(
     assert planned.plan.layer_bytes == tuple(layout.nbytes for layout in packed.layouts)
 
 
+def test_the_layout_for_cuda_is_the_one_that_torch_converts_to() -> None:
+    """By torch's own shape rules, which need no such device."""
+    layout = synth_packed.packed_layout(settings_of(find_shape("llama-2-7b")), kernels_of("cuda"))
+    for slot in layout.slots:
+        if slot.name == "qkv.0.packed":
+            codes = torch.empty(3 * 4096, 4096 // 2, dtype=torch.uint8, device="meta")
+            converted = torch.ops.aten._convert_weight_to_int4pack(codes, 8)
+            assert (slot.shape, slot.dtype) == (tuple(converted.shape), "int32") and converted.dtype == torch.int32
+
+
 def test_packed_layers_for_another_kernel_are_refused_by_name(tmp_path: Path, cache_home: Path) -> None:
     write_packed(tmp_path / "model", settings_of(), kernels_of("cuda"))
     beside = packed_beside(tmp_path / "model")
