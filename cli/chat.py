@@ -19,7 +19,7 @@ from cli.common import INTERRUPTED, Rate, Size, is_terminal, program_name, repor
 from cli.prompt_line import PromptLine
 from cli.render import ProgressDisplay
 from cli.session import ChatEngine, Session, complain, note
-from eesd_lite.controller import make_controller
+from eesd_lite.controller import any_controller
 from eesd_lite.errors import USER_ERRORS, EesdError
 from eesd_lite.params import SamplingParams
 from eesd_lite.progress import Progress
@@ -268,7 +268,7 @@ def _settings(options: dict[str, Any]) -> ChatSettings:
 
 def _controller(context: click.Context, parameter: click.Parameter, value: str) -> str:
     try:
-        make_controller(value)
+        any_controller(value)
     except EesdError as error:
         raise click.BadParameter(str(error)) from error
     return value

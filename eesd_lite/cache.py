@@ -56,11 +56,16 @@ class Rows:
             assert -1 <= parent < node, f"node {node} has parent {parent}"
             above = paths[parent] if parent >= 0 else []
             paths.append([*above, start + node])
+        return cls.of_paths(start, paths, device)
+
+    @classmethod
+    def of_paths(cls, start: int, paths: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Rows:
+        """Rows that see the slots below `start` and then those of their path, whose last slot is the row's own."""
         depth = max((len(path) for path in paths), default=0)
-        padded = [path + [-1] * (depth - len(path)) for path in paths]
+        padded = [[*path, *[-1] * (depth - len(path))] for path in paths]
         return cls(
             positions=torch.tensor([start + len(path) - 1 for path in paths], dtype=torch.int64, device=device),
-            slots=torch.arange(start, start + len(paths), device=device),
+            slots=torch.tensor([path[-1] for path in paths], dtype=torch.int64, device=device),
             prefix=torch.full((len(paths),), start, dtype=torch.int64, device=device),
             paths=torch.tensor(padded, dtype=torch.int64, device=device).reshape(len(paths), depth),
         )

@@ -11,9 +11,11 @@ import re
 from typing import Any, Protocol, runtime_checkable
 
 from eesd_lite.controllers_thompson import CALIBRATED_EDGES, ThompsonController
+from eesd_lite.controllers_tree import FixedTree, ThompsonTree, TreeController
 from eesd_lite.errors import EesdError
 
-CONTROLLER_NAMES = ("calibrated", "beta", "fixed:K", "hf", "off")
+CONTROLLER_NAMES = ("calibrated", "beta", "fixed:K", "hf", "off", "tree", "tree:NODES")
+LONGEST_CHAIN, LARGEST_TREE = 16, 64  # what a round may draft unless a user says otherwise
 _HF_THRESHOLD = 0.4  # transformers' assistant_confidence_threshold
 _SHARE = re.compile(r"0?\.[0-9]{1,6}|[01](\.0{0,6})?")  # 0 to 1
 _HF_LONGEST = 20  # transformers' num_assistant_tokens
@@ -104,8 +106,32 @@ class ThresholdController:
         return {}
 
 
+def draft_limit_for(*specs: str) -> int:
+    """The most tokens that rounds of these controllers may draft: the slots beyond the context to plan for."""
+    return max(LARGEST_TREE if isinstance(any_controller(spec), TreeController) else LONGEST_CHAIN for spec in specs)
+
+
+def any_controller(spec: str, rng_seed: int = 0) -> Controller | TreeController:
+    """The controller that a user names, of chains or of trees; EesdError lists the names."""
+    tree = _tree_controller(spec, rng_seed)
+    return tree if tree is not None else make_controller(spec, rng_seed)
+
+
+def _tree_controller(spec: str, rng_seed: int) -> TreeController | None:
+    kind, colon, number = spec.strip().lower().partition(":")
+    if kind != "tree":
+        return None
+    if not colon:
+        return ThompsonTree(rng_seed)
+    if number.isascii() and number.isdigit() and len(number) <= 4 and 1 <= int(number) <= LARGEST_TREE:
+        return FixedTree(int(number))
+    raise EesdError(f"tree:NODES takes a number of nodes from 1 to {LARGEST_TREE}, not {spec!r}")
+
+
 def make_controller(spec: str, rng_seed: int = 0) -> Controller:
-    """The controller that a user names; EesdError lists the names."""
+    """The controller of chains that a user names; EesdError lists the names."""
+    if _tree_controller(spec, rng_seed) is not None:
+        raise EesdError(f"{spec} grows trees; here only chains can be compared, such as calibrated or fixed:4")
     kind, _, number = spec.strip().lower().partition(":")
     if kind == "fixed" and number.isascii() and number.isdigit() and len(number) <= 4:
         return FixedController(int(number))

@@ -6,11 +6,14 @@ start + i until the accepted path is compacted. Used by `eesd_lite.speculative`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from eesd_lite.cache import Rows
+from eesd_lite.sampling import Choice
 
 
 @dataclass
@@ -45,6 +48,10 @@ class DraftTree:
                 return other
         return None
 
+    def first_child(self, node: int) -> int | None:
+        """The child of `node` that was added first: the likeliest."""
+        return next((other for other in range(node + 1, len(self.tokens)) if self.parents[other] == node), None)
+
     @property
     def is_chain(self) -> bool:
         """Whether node i hangs below node i - 1 throughout."""
@@ -58,6 +65,39 @@ class DraftTree:
 
     def row(self, node: int, device: torch.device | str = "cpu") -> Rows:
         """The row of one node."""
-        if self.is_chain:
-            return Rows.chain(self.start + node, 1, device)
-        return Rows.tree(self.start, self.parents[: node + 1], device).slice(node, node + 1)
+        return self.rows_of([node], device)
+
+    def rows_of(self, nodes: Sequence[int], device: torch.device | str = "cpu") -> Rows:
+        """Rows of some nodes, ascending; keys and values of the nodes above them are in place or among them."""
+        if self.is_chain and nodes[-1] - nodes[0] == len(nodes) - 1:
+            return Rows.chain(self.start + nodes[0], len(nodes), device)
+        paths = [[self.start + above for above in self.path(node)] for node in nodes]
+        return Rows.of_paths(self.start, paths, device)
+
+    def ids_before(self, node: int, visible: Sequence[int]) -> list[int]:
+        """Everything that a token below `node` follows: the visible ids, the last of which is node 0, and the path."""
+        return [*visible, *(self.tokens[above] for above in self.path(node)[1:])]
+
+    @property
+    def depth(self) -> int:
+        """Edges from node 0 to the deepest node."""
+        depths = [0] * len(self.tokens)
+        for node, parent in enumerate(self.parents[1:], start=1):
+            depths[node] = depths[parent] + 1
+        return max(depths)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A finished draft. `states` enter the exit layer, [nodes, hidden]; from `proposed_from` the drafter was asked.
+
+    Trees also keep what was proposed at each of these nodes, the probability of every node in the round's belief, and
+    how often layers below the exit ran (`steps`, the pass of node 0 not counted).
+    """
+
+    tree: DraftTree
+    states: Tensor
+    proposed_from: frozenset[int]
+    proposals: Mapping[int, Sequence[Choice]] = field(default_factory=dict)
+    reach: tuple[float, ...] = ()
+    steps: int = 0

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from eesd_lite.cache import Rows
 from eesd_lite.config import ModelConfig
-from eesd_lite.controller import Controller, LearnsDraftTime, make_controller
+from eesd_lite.controller import Controller, LearnsDraftTime, any_controller, draft_limit_for
+from eesd_lite.controllers_tree import TreeController
+from eesd_lite.draft_tree import Draft
 from eesd_lite.drafters import check_drafter, drafter_factory
 from eesd_lite.emitter import Emitter, TokenEvent
 from eesd_lite.errors import EesdError, PromptError
@@ -47,6 +49,7 @@ from eesd_lite.streamer import Reader
 from eesd_lite.target import Target
 from eesd_lite.text import TextCodec
 from eesd_lite.tiers import HOST_MODES
+from eesd_lite.tree_growth import grow, tell
 from eesd_lite.units import parse_size
 from quant.checkpoint import Checkpoint
 
@@ -97,7 +100,7 @@ class Engine:
         threads: int | None = None,
         dtype: str = "bfloat16",
         throttle: float | None = None,
-        draft_limit: int = 16,
+        draft_limit: int | None = None,
         drafter: str = "head",
         template: str | None = None,
         host_memory: str | int | None = None,
@@ -118,7 +121,8 @@ class Engine:
         `throttle` slows reading to so many bytes per second (simulated links). Raises one of `errors.USER_ERRORS`.
         """
         check_drafter(drafter)
-        make_controller(controller)  # a misspelt name fails before minutes of loading
+        planned = draft_limit_for(controller)  # a misspelt name fails before minutes of loading
+        draft_limit = planned if draft_limit is None else draft_limit
         if not 1 <= draft_limit <= 64:
             raise EesdError(f"draft_limit must be from 1 to 64, not {draft_limit}")
         if host_mode not in HOST_MODES:
@@ -162,17 +166,17 @@ class Engine:
     def set_controller(self, spec: str) -> None:
         """Decide anew how much is drafted; forgets what was learned and (`off` keeps no head cache) the prefix."""
         self.controller_spec = spec
-        self._controller, self._keeps_learning = make_controller(spec), False
+        self._controller, self._keeps_learning = any_controller(spec), False
         self.reset()
 
     @property
-    def controller(self) -> Controller:
+    def controller(self) -> Controller | TreeController:
         """What decides now. The engine's own begins anew with every conversation; one that is assigned stays (a warm
         start) until `set_controller`."""
         return self._controller
 
     @controller.setter
-    def controller(self, controller: Controller) -> None:
+    def controller(self, controller: Controller | TreeController) -> None:
         self._controller, self._keeps_learning = controller, True
 
     def reset(self) -> None:
@@ -183,7 +187,7 @@ class Engine:
 
     def _forget_conversation(self) -> None:
         if self._last_prompt is not None and not self._keeps_learning:
-            self._controller = make_controller(self.controller_spec)
+            self._controller = any_controller(self.controller_spec)
         self._last_prompt = None
 
     def _continue_or_begin(self, ids: list[int]) -> None:
@@ -268,7 +272,7 @@ class Engine:
                     reason = "length" if params.max_new_tokens <= produced else "context"
                     yield from emitter.finish(reason)
                     break
-                tokens = self._round(visible, sampler, drafter, limit=min(self.draft_limit, room - 1))
+                tokens = self._round(visible, sampler, drafter, depth=room - 1)
                 visible += tokens
                 produced += len(tokens)
                 for place, token in enumerate(tokens):
@@ -320,14 +324,15 @@ class Engine:
         return token
 
     @torch.inference_mode()
-    def _round(self, visible: list[int], sampler: Sampler, drafter: Drafter | None, *, limit: int) -> list[int]:
-        """One round on the visible tokens, the last of which no layer has seen yet; the tokens that it adds."""
+    def _round(self, visible: list[int], sampler: Sampler, drafter: Drafter | None, *, depth: int) -> list[int]:
+        """One round on the visible tokens, the last of which no layer has seen yet; the tokens that it adds.
+
+        At most `depth` drafted tokens can be of use.
+        """
         started = self.clock()
         target, stats, bank = self.target, self.stats, self.target.bank
         start_bytes = bank.streamed_bytes
-        drafted = draft(
-            target, drafter, self.controller, visible=visible, limit=limit, stop_ids=self.text.eos_token_ids
-        )
+        drafted = self._draft(visible, drafter, depth)
         if isinstance(self.controller, LearnsDraftTime):
             self.controller.draft_took(self.clock() - started)
         draft_bytes, draft_seconds, waited = bank.streamed_bytes, self.clock() - started, bank.waited_seconds
@@ -336,8 +341,8 @@ class Engine:
         crop(target, drafter, drafted, accepted)
         self._cached = [*visible, *accepted.tokens[:-1]]
         seconds = self.clock() - started
-        self.controller.observe(len(accepted.nodes), seconds)
-        stats.count_round(drafted=len(drafted.tree) - 1, accepted=len(accepted.nodes))
+        tell(self.controller, drafted, accepted, seconds)
+        stats.count_round(drafted=len(drafted.tree) - 1, accepted=len(accepted.nodes), depth=drafted.tree.depth)
         stats.draft_forwards += len(drafted.proposed_from)
         stats.target_rows += len(drafted.tree)
         stats.draft_offloaded_bytes += draft_bytes - start_bytes
@@ -347,6 +352,17 @@ class Engine:
         stats.draft_seconds += draft_seconds
         stats.wait_seconds += bank.waited_seconds - waited
         return list(accepted.tokens)
+
+    def _draft(self, visible: list[int], drafter: Drafter | None, depth: int) -> Draft:
+        """A chain or a tree, as the controller has it."""
+        target, limit, stop_ids = self.target, self.draft_limit, self.text.eos_token_ids
+        if isinstance(self.controller, TreeController):
+            return grow(
+                target, drafter, self.controller, visible=visible, limit=limit, depth=depth, stop_ids=stop_ids
+            )  # fmt: skip
+        return draft(
+            target, drafter, self.controller, visible=visible, limit=min(limit, depth), stop_ids=stop_ids
+        )  # fmt: skip
 
 
 def keep_prefix(drafter: Drafter, hidden: Tensor, rows: Rows, chunk: int = 128) -> None:

@@ -71,6 +71,31 @@ class Sampler:
             return Choice(token_id, None)
         return Choice(token_id, float(np.exp(log_weights[winner]) / np.exp(log_weights).sum()))
 
+    def ranked(
+        self,
+        logits: torch.Tensor | Array,  # [vocab]
+        position: int,
+        history: torch.Tensor | Array | Sequence[int] | None,
+        count: int,
+    ) -> list[Choice]:
+        """The `count` likeliest to be chosen at `position`, by these logits; the first is what `choose` chooses.
+
+        The confidence is the softmax of log p plus the position's noise: the probability of being the target's choice
+        if its logits differ from these by independent Gumbel errors. Without noise that is p.
+        """
+        scores = self._scores(logits, position, history)
+        if self.params.greedy:
+            ids = _largest(scores, min(count, len(scores)))
+            weights = np.exp(scores[ids].astype(np.float64) - float(scores[ids[0]])) / _mass(scores, 1.0)
+            return [Choice(int(token), float(weight)) for token, weight in zip(ids, weights, strict=True)]
+        kept = self._kept(scores)
+        noisy = _log_weights(scores, kept, self.params.temperature) + self._noise.gumbel(position, kept)
+        places = _largest(noisy, min(count, len(noisy)))
+        weights = np.exp(noisy - noisy[places[0]])
+        weights = weights[places] / weights.sum()
+        tokens = places if kept is None else kept[places]
+        return [Choice(int(token), float(weight)) for token, weight in zip(tokens, weights, strict=True)]
+
     def distribution(
         self,
         logits: torch.Tensor | Array,

@@ -8,18 +8,20 @@ its logits, the settings and the seed; a proposed token is kept if and only if i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from eesd_lite.cache import Rows
 from eesd_lite.controller import Controller
-from eesd_lite.draft_tree import DraftTree
+from eesd_lite.draft_tree import Draft, DraftTree
 from eesd_lite.exit_head import ExitHead
 from eesd_lite.sampling import Choice, Sampler
-from eesd_lite.target import Target
+from eesd_lite.target import LOGITS_ROWS, Target
+
+VERIFY_ROWS = 4  # rows of lm_head that cost what one costs: reading it once is most of the work
 
 
 class Drafter(Protocol):
@@ -38,6 +40,17 @@ class Drafter(Protocol):
         ...
 
 
+@runtime_checkable
+class TreeDrafter(Drafter, Protocol):
+    """A drafter that proposes several tokens for several nodes at once. Others grow trees without branches."""
+
+    def branches(
+        self, states: Tensor, rows: Rows, *, position: Sequence[int], history: Sequence[Sequence[int]], count: int
+    ) -> list[list[Choice]]:
+        """For every node, given as in `propose`: up to `count` different tokens, the likeliest first."""
+        ...
+
+
 class HeadDrafter:
     """Drafts with the exit head, under the noise that the target will use at the same position."""
 
@@ -51,6 +64,19 @@ class HeadDrafter:
             return None  # a broken head proposes nothing; only the target's numbers may stop a run
         return self._sampler.choose(logits, position, history, with_confidence=True)
 
+    def branches(
+        self, states: Tensor, rows: Rows, *, position: Sequence[int], history: Sequence[Sequence[int]], count: int
+    ) -> list[list[Choice]]:
+        """See `TreeDrafter`: one pass of the head for all nodes."""
+        heads, found = self._head.forward(states, rows), []
+        for first in range(0, len(rows), LOGITS_ROWS):
+            logits = self._target.ops.logits(heads[first : first + LOGITS_ROWS].contiguous(), self._target.lm_head)
+            sound = torch.isfinite(torch.stack(torch.aminmax(logits, dim=1))).all(0).tolist()
+            for row, good in enumerate(sound, start=first):
+                ranked = self._sampler.ranked
+                found.append(ranked(logits[row - first], position[row], history[row], count) if good else [])
+        return found
+
     def keep(self, state: Tensor, rows: Rows) -> None:
         """See `Drafter`."""
         self._head.keep(state, rows)
@@ -58,15 +84,6 @@ class HeadDrafter:
     def move(self, sources: list[int], targets: list[int]) -> None:
         """See `Drafter`."""
         self._head.move(sources, targets)
-
-
-@dataclass(frozen=True)
-class Draft:
-    """A finished draft: the tree, the states entering the exit layer [nodes, hidden], nodes proposed from."""
-
-    tree: DraftTree
-    states: Tensor
-    proposed_from: frozenset[int]
 
 
 def draft(
@@ -103,10 +120,38 @@ def draft(
     return Draft(tree, torch.cat(states) if len(states) > 1 else state, frozenset(proposed_from))
 
 
-def verify(target: Target, drafted: Draft) -> Tensor:
-    """One sweep over the layers from the exit on for all nodes together: float32 logits [nodes, vocab]."""
+class Logits(Protocol):
+    """The target's logits by node; a tensor [nodes, vocab] will do."""
+
+    def __getitem__(self, node: int, /) -> Tensor: ...
+
+
+@dataclass
+class VisitedLogits:
+    """lm_head for the nodes that acceptance visits: a wide tree is verified, but only one path of it is walked.
+
+    Up to VERIFY_ROWS rows cost what one does, so the likeliest nodes below the asked one come along.
+    """
+
+    target: Target
+    hidden: Tensor  # [nodes, hidden] after the last layer
+    tree: DraftTree
+    _known: dict[int, Tensor] = field(default_factory=dict)
+
+    def __getitem__(self, node: int, /) -> Tensor:
+        if node not in self._known:
+            nodes, child = [node], self.tree.first_child(node)
+            while child is not None and len(nodes) < VERIFY_ROWS:
+                nodes.append(child)
+                child = self.tree.first_child(child)
+            self._known.update(zip(nodes, self.target.logits(self.hidden[nodes]), strict=True))
+        return self._known[node]
+
+
+def verify(target: Target, drafted: Draft) -> VisitedLogits:
+    """One sweep over the layers from the exit on for all nodes together; float32 logits [vocab] of a node on demand."""
     hidden = drafted.states.clone()  # the drafter may still need the states
-    return target.logits(target.upper(hidden, drafted.tree.rows(target.device)))
+    return VisitedLogits(target, target.upper(hidden, drafted.tree.rows(target.device)), drafted.tree)
 
 
 @dataclass(frozen=True)
@@ -118,7 +163,7 @@ class Accepted:
 
 
 def accept(
-    tree: DraftTree, logits: Tensor, choose: Callable[[Tensor, int, Sequence[int]], int], visible: Sequence[int]
+    tree: DraftTree, logits: Logits, choose: Callable[[Tensor, int, Sequence[int]], int], visible: Sequence[int]
 ) -> Accepted:
     """Follow the target's choices down the tree for as long as a child proposes them.
 

@@ -17,7 +17,8 @@ class Stats:
     """Mutable counters; all are sums, so that two moments can be subtracted."""
 
     rounds: int = 0  # one draft plus one verify each
-    drafted: int = 0  # tokens proposed
+    drafted: int = 0  # tokens proposed: the nodes of trees
+    draft_depth: int = 0  # longest paths of the drafts: less than `drafted` by what branches took
     accepted: int = 0  # proposed tokens that equalled the target's choice
     emitted: int = 0  # tokens handed to the caller
     prefill_emitted: int = 0  # first tokens of answers: they come from the prompt's own pass
@@ -38,11 +39,13 @@ class Stats:
     draft_forwards: int = 0  # passes through the exit head made in order to propose a token
     target_rows: int = 0  # positions that went through the layers after the exit layer
 
-    def count_round(self, *, drafted: int, accepted: int) -> None:
+    def count_round(self, *, drafted: int, accepted: int, depth: int | None = None) -> None:
         """Adds one round's drafting outcome; bytes, rows and seconds are added where they arise."""
-        assert 0 <= accepted <= drafted, (accepted, drafted)
+        depth = drafted if depth is None else depth
+        assert 0 <= accepted <= depth <= drafted, (accepted, depth, drafted)
         self.rounds += 1
         self.drafted += drafted
+        self.draft_depth += depth
         self.accepted += accepted
         for histogram, length in ((self.accepted_length_histogram, accepted), (self.draft_length_histogram, drafted)):
             histogram.extend([0] * (length + 1 - len(histogram)))

@@ -29,6 +29,7 @@ LIGHT = [
     "eesd_lite",
     "eesd_lite.config",
     "eesd_lite.controller",
+    "eesd_lite.controllers_tree",
     "eesd_lite.convert_gguf",
     "eesd_lite.costs",
     "eesd_lite.entry",

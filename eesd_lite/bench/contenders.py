@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from eesd_lite.controller import make_controller
+from eesd_lite.controller import any_controller
 from eesd_lite.params import SamplingParams
 from eesd_lite.stats import Stats
 
@@ -66,7 +66,7 @@ class EngineContender:
     def __init__(self, name: str, engine: BenchEngine, *, keeps_learning: bool = False) -> None:
         self.name = name
         self.engine = engine
-        self._learned = make_controller(name) if keeps_learning else None
+        self._learned = any_controller(name) if keeps_learning else None
 
     def run(self, ids: Sequence[int], params: SamplingParams) -> Run:
         self.engine.reset()

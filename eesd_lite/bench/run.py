@@ -23,6 +23,7 @@ from eesd_lite.bench.report import controller_figures, disk_figures
 from eesd_lite.bench.settings import PLAIN, BenchSettings
 from eesd_lite.bench.turns import Course, take_turns
 from eesd_lite.config import ModelConfig
+from eesd_lite.controller import draft_limit_for
 from eesd_lite.errors import PromptError
 from eesd_lite.prepare import ModelSource, resolve_model
 from eesd_lite.progress import Progress, no_progress
@@ -97,6 +98,7 @@ def open_field(
         "device_memory": settings.device_memory,
         "resident_layers": settings.resident_layers,
         "weights": settings.weights,
+        "draft_limit": draft_limit_for(*settings.contenders),
     }
     without_head = {**common, "head": "off", "controller": PLAIN}
     with_head = {**common, "exit_layer": settings.exit_layer, "head": settings.head, "controller": PLAIN}

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from eesd_lite.controller import make_controller
+from eesd_lite.controller import any_controller
 from eesd_lite.errors import EesdError
 from eesd_lite.params import SamplingParams
 from eesd_lite.units import parse_size
@@ -86,7 +86,7 @@ class BenchSettings:
         if self.baselines and self.throttle is not None:
             raise EesdError("--baseline runs on the real disk and --throttle simulates another; measure them apart")
         for spec in self.contenders:
-            make_controller(spec)  # refuses what it does not know, before minutes of loading
+            any_controller(spec)  # refuses what it does not know, before minutes of loading
 
     @property
     def contenders(self) -> tuple[str, ...]:

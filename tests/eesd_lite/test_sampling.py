@@ -262,3 +262,37 @@ def test_noise_does_not_depend_on_the_numpy_version() -> None:
     """A pinned value: a changed stream would change every sampled text of a seed."""
     bits = NoiseSource(seed=1, size=4)._bits_at(2)
     assert bits.tolist() == [3042142985, 1328497427, 564130602, 1533115363]
+
+
+@pytest.mark.parametrize("filters", [{}, *FILTERS])
+def test_the_first_of_the_ranked_is_the_chosen_and_confidence_falls(filters: dict[str, Any]) -> None:
+    sampler = Sampler(SamplingParams(**filters, seed=3), 4096)
+    for position in range(40):
+        logits = random_logits(4096, seed=position)
+        history = list(range(position + 1))
+        ranked = sampler.ranked(logits, position, history, 12)
+        assert ranked[0].token_id == sampler.choose(logits, position, history).token_id
+        confidences = [choice.confidence or 0.0 for choice in ranked]
+        assert confidences == sorted(confidences, reverse=True) and sum(confidences) <= 1 + 1e-9
+        assert len({choice.token_id for choice in ranked}) == len(ranked)
+
+
+def test_ranked_confidence_without_noise_is_the_probability_and_ties_go_low() -> None:
+    logits = random_logits(300)
+    logits[[250, 7, 90]] = logits.max() + 1
+    ranked = Sampler(SamplingParams(), 300).ranked(logits, 0, None, 5)
+    assert [choice.token_id for choice in ranked[:3]] == [7, 90, 250]
+    assert [c.confidence for c in ranked] == pytest.approx([softmax(logits)[c.token_id] for c in ranked], rel=1e-5)
+
+
+def test_ranked_confidence_under_noise_is_how_often_a_target_with_gumbel_errors_agrees() -> None:
+    logits = random_logits(50, spread=1.5)
+    sampler = Sampler(SamplingParams(temperature=1.0, seed=1), 50)
+    rng, hits, stated = np.random.default_rng(0), 0.0, 0.0
+    for position in range(4000):
+        second = sampler.ranked(logits, position, None, 3)[1]
+        target = (logits + rng.gumbel(size=50)).astype(np.float32)
+        hits += sampler.choose(target, position).token_id == second.token_id
+        stated += second.confidence or 0.0
+    assert abs(hits - stated) < 4 * np.sqrt(4000 * 0.25)  # four standard deviations at most
+    assert stated > 200
