@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from eesd_lite.errors import ModelError
+from quant.errors import CheckpointError, shown
+from quant.safetensors_index import MAX_JSON_BYTES, check_regular
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3")
 _LARGEST = 1 << 31  # no dimension of a real model comes near
+_LARGEST_NUMBER = 1e30
 _MISSING = object()
 
 
@@ -56,7 +59,15 @@ class ModelConfig:
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:
         """Reads config.json, and generation_config.json if there is one."""
-        folder = Path(path)
+        try:
+            return cls._read(Path(path))
+        except ModelError as error:  # messages quote values, and a value may be of any length and hold anything
+            raise ModelError(shown(error, 600)) from None
+        except RecursionError:
+            raise ModelError(f"{path}: config.json is nested too deeply; fetch the model again") from None
+
+    @classmethod
+    def _read(cls, folder: Path) -> ModelConfig:
         main = _Keys(folder / "config.json")
         model_type = main.text("model_type")
         if model_type not in SUPPORTED_MODEL_TYPES:
@@ -205,8 +216,9 @@ class _Keys:
 
     def number(self, key: str, *, low: float, high: float = math.inf, default: Any = _MISSING) -> float:
         value = self._get(key, default)
-        usable = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if not usable or not low <= value <= high:
+        usable = isinstance(value, (int, float)) and not isinstance(value, bool)
+        # Whole numbers of JSON may be larger than any float; those that are not finite compare as false.
+        if not usable or not max(low, -_LARGEST_NUMBER) <= value <= min(high, _LARGEST_NUMBER):
             bound = f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
             raise self._wrong(key, value, f"a number {bound}")
         return float(value)
@@ -220,15 +232,19 @@ class _Keys:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
+        if file.exists():
+            check_regular(file, MAX_JSON_BYTES)
         values = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{file}: no such file; a model folder holds config.json") from None
+    except CheckpointError as error:
+        raise ModelError(str(error)) from None
     except NotADirectoryError:
         raise ModelError(f"{file.parent}: not a folder; a model is a folder that holds config.json") from None
     except OSError as error:
         raise ModelError(f"{file}: cannot be read ({error.strerror})") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{file}: not valid JSON ({error}); fetch the model again") from None
+    except ValueError as error:  # of JSON, of its encoding, or an integer of thousands of digits
+        raise ModelError(f"{file}: not valid JSON ({shown(error)}); fetch the model again") from None
     except RecursionError:
         raise ModelError(f"{file}: not valid JSON (nested too deeply); fetch the model again") from None
     if not isinstance(values, dict):

@@ -33,6 +33,7 @@ from quant.checkpoint import Checkpoint
 from quant.config import read_quant_config
 from quant.gptq import GridSettings, gptq_quantize, round_to_nearest
 from quant.matrix import QuantizedMatrix
+from quant.packing import SUPPORTED_BITS
 from quant.writer import GPTQWriter
 
 BATCH_TOKENS = 8192  # calibration tokens per forward call
@@ -90,8 +91,8 @@ def refuse_quantized(folder: Path) -> None:
 
 
 def _check_settings(config: ModelConfig, settings: GridSettings) -> None:
-    if settings.bits not in (2, 4, 8):
-        raise EesdError(f"bits must be 2, 4 or 8, not {settings.bits}")
+    if settings.bits not in SUPPORTED_BITS:
+        raise EesdError(f"bits must be 2, 3, 4 or 8, not {settings.bits}")
     for label, size in (("hidden_size", config.hidden_size), ("intermediate_size", config.intermediate_size)):
         if settings.group_size != -1 and (settings.group_size < 8 or size % settings.group_size):
             raise EesdError(

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quant.checkpoint import Checkpoint
-from quant.folder_index import INDEX_NAME
+from quant.folder_index import INDEX_NAME, INDEX_SUFFIX, PICKLES
 from quant.gptq import GridSettings
 from quant.matrix import QuantizedMatrix
 from quant.packing import pack_qweight, pack_qzeros
@@ -39,8 +39,8 @@ class GPTQWriter:
     def copy_small_files(self) -> None:
         """Tokenizer, templates and generation settings travel unchanged; config.json is written by `finish`."""
         for path in sorted(self.source.folder.iterdir()):
-            skipped = path.suffix in (".safetensors", ".bin", ".pt", ".gguf", ".lock") or path.name in (
-                "config.json", "quantize_config.json", INDEX_NAME,
+            skipped = path.name.endswith((".safetensors", *PICKLES, ".gguf", ".lock", INDEX_SUFFIX)) or path.name in (
+                "config.json", "quantize_config.json",
             )  # fmt: skip
             if path.is_file() and not skipped and path.stat().st_size < 64 * 2**20:
                 shutil.copyfile(path, self.folder / path.name)

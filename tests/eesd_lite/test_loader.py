@@ -23,6 +23,7 @@ from eesd_lite.cache import Rows
 from eesd_lite.engine import Engine
 from eesd_lite.errors import EesdError, ModelError, StreamError
 from eesd_lite.layer_blob import BLOCK, page_buffer
+from quant.errors import CheckpointError
 from tests.numpy_gptq import draw
 from tests.puppets import ids_of
 from tests.tiny import Tiny, TinySpec, build
@@ -98,6 +99,18 @@ def test_modules_of_different_kinds_stand_side_by_side(tiny: Tiny) -> None:
     assert torch.allclose(mixed, logits_of(tiny), rtol=1e-5, atol=1e-4)
     # bfloat16 rounds weights and activations to 8 bits, here through three layers.
     assert (logits_of(tiny, dtype="bfloat16") - mixed).norm() / mixed.norm() < 0.05
+
+
+def test_weights_chooses_between_two_files_and_each_has_packed_layers_of_its_own(tiny: Tiny, tmp_path: Path) -> None:
+    other = build(tmp_path / "other", TinySpec(layers=3, seed=77, bits=8))
+    shutil.copyfile(other.folder / "model.safetensors", tiny.folder / "model-8bit.safetensors")
+    with pytest.raises(CheckpointError, match=r"2 weight files .*\(model-8bit.safetensors, model.saf.*--weights"):
+        tiny.engine()
+    eight, four = (logits_of(tiny, weights=name) for name in ("model-8bit.safetensors", "model.safetensors"))
+    assert torch.equal(eight, logits_of(other)) and not torch.equal(four, eight)
+    assert len(list((tiny.home / "packed").iterdir())) == 2
+    with tiny.engine(weights="model-8bit.safetensors") as engine:
+        assert any("8-bit, the settings say 4; the tensors win" in notice for notice in engine.notices)
 
 
 def test_a_quantized_lm_head_is_used(tiny_of: TinyOf) -> None:

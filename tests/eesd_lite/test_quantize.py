@@ -105,7 +105,7 @@ def test_progress_is_told_layer_by_layer(source: Tiny, tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"method": "awq"}, "method must be 'gptq' or 'rtn'"),
-        ({"bits": 3}, "bits must be 2, 4 or 8"),
+        ({"bits": 5}, "bits must be 2, 3, 4 or 8"),
         ({"group_size": 48}, "group size 48 does not divide hidden_size 64"),
         ({"group_size": 64}, "group size 64 does not divide intermediate_size 96"),
         ({"calibration": []}, "needs calibration"),

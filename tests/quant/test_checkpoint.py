@@ -435,6 +435,29 @@ def test_settings_of_gigabytes_are_not_read(tmp_path: Path) -> None:
         Checkpoint(folder)
 
 
+def anonymous_bytes() -> int:
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_reading_a_matrix_holds_that_matrix_only(tmp_path: Path, name: str) -> None:
+    drawn = drawn_with()
+    folder = write(tmp_path / "m", drawn)
+    tensors = load_file(folder / "model.safetensors") | {f"other.{n}": torch.ones(2**22) for n in range(8)}  # 128 MiB
+    (folder / "model.safetensors").unlink()
+    (save_file if name.endswith("safetensors") else torch.save)(tensors, folder / name)  # type: ignore[operator]
+    del tensors
+    Checkpoint(folder).matrix(MODULE)  # what every first read brings along
+    before = anonymous_bytes()
+    checkpoint = Checkpoint(folder)
+    matrix = checkpoint.matrix(MODULE)
+    one = checkpoint.tensor("other.3")
+    assert anonymous_bytes() - before < one.nbytes + 16 * 2**20
+    assert np.array_equal(matrix.dequantize().numpy(), drawn.dequantized)
+
+
 # Settings.
 
 
