@@ -99,6 +99,7 @@ class Engine:
         context: int | None = None,
         threads: int | None = None,
         dtype: str = "bfloat16",
+        quantize: str | None = None,
         throttle: float | None = None,
         draft_limit: int | None = None,
         drafter: str = "head",
@@ -117,7 +118,8 @@ class Engine:
         `drafter` "ngram" proposes what followed the same tokens earlier and needs no head; "both" takes what is
         believed more. `host_memory` holds layers that do not fit the device: `host_mode` streams them, computes them on
         the CPU, or ("auto") does what a short measurement says. `plan_file` repeats a saved placement, or saves it.
-        `weights` names the file (or index) to read where the folder holds several.
+        `weights` names the file (or index) to read where the folder holds several. `quantize` ("nf4" or "fp4") loads
+        a 16-bit model into bitsandbytes' 4-bit form.
         `throttle` slows reading to so many bytes per second (simulated links). Raises one of `errors.USER_ERRORS`.
         """
         check_drafter(drafter)
@@ -139,9 +141,9 @@ class Engine:
             threads=threads, throttle=throttle,
             host_memory=None if host_memory is None else parse_size(host_memory), host_mode=host_mode,
         )  # fmt: skip
-        checkpoint = Checkpoint(source.folder, weights, tolerant=True)
+        checkpoint = Checkpoint(source.folder, weights, tolerant=True, quantize=quantize)
         notes = check_tensors(checkpoint, config)
-        ops, kernels = choose_kernels(options, progress)
+        ops, kernels = choose_kernels(options, checkpoint, progress)
         text = TextCodec.from_folder(source.folder, template=template)
         store = open_store(checkpoint, config, kernels, progress)
         head = "off" if drafter == "ngram" else head

@@ -166,9 +166,10 @@ def dequantized_state(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, T
     state: dict[str, Tensor] = {}
     for name in checkpoint.tensors:
         module, _, part = name.rpartition(".")
-        if name.endswith("rotary_emb.inv_freq"):
-            continue  # old files store it; it is computed
-        if part == "qweight":
+        owner, inner, _ = name.partition(".weight.")
+        if name.endswith("rotary_emb.inv_freq") or (inner and checkpoint.stored_blocks(owner)):
+            continue  # old files store the first, it is computed; the second describes `<owner>.weight`
+        if part == "qweight" or (part == "weight" and checkpoint.has_blocks(module)):
             state[f"{module}.weight"] = checkpoint.dequantized(module).to(dtype)
         elif part == "bias":
             bias = checkpoint.bias(module)

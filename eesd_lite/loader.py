@@ -35,7 +35,8 @@ from eesd_lite.tier_rates import ROWS, TierRates, measure_rates
 from eesd_lite.tiers import HOST_COMPUTE
 from eesd_lite.transformer import DecoderLayer
 from quant.checkpoint import Checkpoint
-from quant.kernels import DenseKernel, Int4CpuKernel, Int4CudaKernel
+from quant.kernels import DenseKernel, Int4CpuKernel, Int4CudaKernel, Kernel
+from quant.kernels_bnb import block_kernels
 
 _TABLE_ROWS = 4096  # rows of an embedding that are converted at a time
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -58,8 +59,10 @@ class LoadOptions:
     tiers: tuple[str, ...] | None = None  # of a saved plan
 
 
-def choose_kernels(options: LoadOptions, progress: Progress = no_progress) -> tuple[Ops, KernelSet]:
-    """Operations and kernels for device and dtype; the choice is part of what makes ids reproducible."""
+def choose_kernels(
+    options: LoadOptions, checkpoint: Checkpoint | None = None, progress: Progress = no_progress
+) -> tuple[Ops, KernelSet]:
+    """Operations and kernels for device, dtype and checkpoint; the choice is part of what makes ids reproducible."""
     if options.dtype not in DTYPES:
         raise EesdError(f"dtype must be bfloat16 or float32, not '{options.dtype}'")
     device, dtype = _device(options.device), DTYPES[options.dtype]
@@ -67,13 +70,20 @@ def choose_kernels(options: LoadOptions, progress: Progress = no_progress) -> tu
     if FusedCpuOps.supported(device, dtype) is None:
         FusedCpuOps.warm_up(progress)
         ops = FusedCpuOps(threads=torch.get_num_threads())
-    dense = DenseKernel(ops.dense, dtype)
+    kernels = KernelSet(_int4_kernel(device, dtype), DenseKernel(ops.dense, dtype))
+    if checkpoint is not None and checkpoint.any_blocks:
+        progress("loading bitsandbytes", 0, 0)
+        kernels = replace(kernels, blocks=block_kernels(device, dtype, ops.dense), quantize=checkpoint.quantize)
+    return ops, kernels
+
+
+def _int4_kernel(device: torch.device, dtype: torch.dtype) -> Kernel | None:
+    """torch's own product where it is fast."""
     if dtype == torch.float32:
-        return ops, KernelSet(None, dense)
+        return None
     if device.type == "cuda":
-        capable = torch.cuda.get_device_capability(device) >= (8, 0)
-        return ops, KernelSet(Int4CudaKernel() if capable else None, dense)
-    return ops, KernelSet(Int4CpuKernel(), dense)
+        return Int4CudaKernel() if torch.cuda.get_device_capability(device) >= (8, 0) else None
+    return Int4CpuKernel()
 
 
 def _device(name: str) -> torch.device:
@@ -199,7 +209,7 @@ def _host_place(
     checkpoint: Checkpoint, config: ModelConfig, options: LoadOptions, rope: Rope, progress: Progress
 ) -> Place:
     """The CPU beside a device: its own operations, kernels, packed layers and rotary tables."""
-    ops, kernels = choose_kernels(replace(options, device="cpu"), progress)
+    ops, kernels = choose_kernels(replace(options, device="cpu"), checkpoint, progress)
     store = open_store(checkpoint, config, kernels, progress)
     return Place(torch.device("cpu"), ops, kernels, store, (rope[0].cpu(), rope[1].cpu()))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,9 +126,16 @@ class StoreWriter:
 def _packed_bytes(checkpoint: Checkpoint, kernels: KernelSet) -> int:
     """About how many bytes the blobs will take, from the headers alone."""
     total = 0
+    itemsize = kernels.dense.dtype.itemsize
     for name, info in checkpoint.tensors.items():
         if ".layers." in name:
+            if checkpoint.quantize and checkpoint.has_blocks(name.removesuffix(".weight")):
+                # 4 bits, and 32 for every block of 64; without a kernel for them as wide as the dense type
+                total += math.prod(info.shape) * (9 if kernels.blocks else 16 * itemsize) // 16
+                continue
             total += info.nbytes
+            if info.dtype == "U8" and not kernels.blocks:
+                total += info.nbytes * (2 * itemsize - 1)
             if name.endswith(".qweight"):
                 module = checkpoint.module(name.removesuffix(".qweight"))
                 if kernels.int4 is None or module.bits != 4:  # every code becomes a number of the dense type

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from eesd_lite.dense import layer_prefix
+from quant.blocks import BlockMatrix, stack_blocks
 from quant.checkpoint import Checkpoint
 from quant.errors import CheckpointError
-from quant.kernels import DenseKernel, Kernel
+from quant.kernels import DenseKernel, Kernel, Product
+from quant.kernels_bnb import BlockKernel
 from quant.matrix import QuantizedMatrix, stack_rows
 
 # Module of the blob -> (block in the checkpoint, projections whose outputs are joined in this order).
@@ -29,14 +31,20 @@ NORMS = {"input_norm": "input_layernorm", "post_attention_norm": "post_attention
 
 @dataclass(frozen=True)
 class KernelSet:
-    """The kernels of one plan: `int4` where it applies (None: nowhere), `dense` for everything else."""
+    """The kernels of one plan: `int4` where it applies (None: nowhere), `dense` for everything else.
+
+    `blocks` are for matrices in bitsandbytes' form, in order of preference; `quantize` is the kind of table that 16-bit
+    matrices are quantized to as they are packed.
+    """
 
     int4: Kernel | None
     dense: DenseKernel
+    blocks: tuple[BlockKernel, ...] = ()
+    quantize: str | None = None
 
-    def by_name(self, name: str) -> Kernel:
+    def by_name(self, name: str) -> Product:
         """The kernel that a stored layout names."""
-        for kernel in (self.int4, self.dense):
+        for kernel in (self.int4, self.dense, *self.blocks):
             if kernel is not None and kernel.name == name:
                 return kernel
         raise CheckpointError(f"a packed layer needs kernel '{name}', which this run does not have")
@@ -44,7 +52,9 @@ class KernelSet:
     @property
     def key(self) -> str:
         """Names everything that decides the packed bytes."""
-        return f"{self.int4.layout if self.int4 else 'none'}+{self.dense.layout}"
+        int4 = self.int4.layout if self.int4 else "none"
+        quantized = [f"quantized-{self.quantize}"] if self.quantize else []
+        return "+".join([int4, self.dense.layout, *(kernel.layout for kernel in self.blocks), *quantized])
 
 
 def layer_tensors(checkpoint: Checkpoint, index: int, kernels: KernelSet) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -63,8 +73,12 @@ def layer_tensors(checkpoint: Checkpoint, index: int, kernels: KernelSet) -> tup
     return tensors, names
 
 
-def _parts(checkpoint: Checkpoint, modules: list[str], kernels: KernelSet) -> list[tuple[Kernel, dict[str, Tensor]]]:
+def _parts(checkpoint: Checkpoint, modules: list[str], kernels: KernelSet) -> list[tuple[Product, dict[str, Tensor]]]:
     """One fused part where possible, else one part for each module."""
+    if all(checkpoint.has_blocks(module) for module in modules):
+        blocks = [checkpoint.blocks(module) for module in modules]
+        stacked = stack_blocks(blocks) if len(blocks) > 1 else blocks[0]
+        return [_pack_blocks(matrix, kernels) for matrix in ([stacked] if stacked is not None else blocks)]
     if not all(checkpoint.is_quantized(module) for module in modules):
         return [_pack_any(checkpoint, module, kernels) for module in modules]
     matrices = [checkpoint.matrix(module) for module in modules]
@@ -75,15 +89,24 @@ def _parts(checkpoint: Checkpoint, modules: list[str], kernels: KernelSet) -> li
     return [_pack_matrix(stack_rows(matrices), kernels)]
 
 
-def _pack_any(checkpoint: Checkpoint, module: str, kernels: KernelSet) -> tuple[Kernel, dict[str, Tensor]]:
+def _pack_any(checkpoint: Checkpoint, module: str, kernels: KernelSet) -> tuple[Product, dict[str, Tensor]]:
     if checkpoint.is_quantized(module):
         return _pack_matrix(checkpoint.matrix(module), kernels)
+    if checkpoint.has_blocks(module):
+        return _pack_blocks(checkpoint.blocks(module), kernels)
     weight = checkpoint.tensor(f"{module}.weight")
     return kernels.dense, kernels.dense.pack_dense(weight, checkpoint.bias(module))
 
 
-def _pack_matrix(matrix: QuantizedMatrix, kernels: KernelSet) -> tuple[Kernel, dict[str, Tensor]]:
+def _pack_matrix(matrix: QuantizedMatrix, kernels: KernelSet) -> tuple[Product, dict[str, Tensor]]:
     kernel: Kernel = kernels.dense
     if kernels.int4 is not None and kernels.int4.refuses(matrix) is None:
         kernel = kernels.int4
     return kernel, kernel.pack(matrix)
+
+
+def _pack_blocks(matrix: BlockMatrix, kernels: KernelSet) -> tuple[Product, dict[str, Tensor]]:
+    for kernel in kernels.blocks:
+        if kernel.refuses(matrix) is None:
+            return kernel, kernel.pack(matrix)
+    return kernels.dense, kernels.dense.pack_dense(matrix.dequantize(), matrix.bias)

@@ -14,6 +14,7 @@ from eesd_lite.dense import layer_prefix
 from eesd_lite.errors import ModelError
 from eesd_lite.head_file import HeadShape
 from eesd_lite.packed_beside import packed_beside
+from quant.block_module import block_state, owner
 from quant.checkpoint import Checkpoint
 from quant.errors import CheckpointError, in_one_line, shown
 from quant.gptq_module import PARTS
@@ -117,6 +118,8 @@ def _faults(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Iterat
     if any(part in checkpoint for part in parts) and name.endswith(".weight"):
         if not any(part in lost for part in parts):
             yield from _quantized_faults(checkpoint, module, shape)
+    elif name.endswith(".weight") and checkpoint.stored_blocks(module) is not None and name in checkpoint:
+        yield from _block_faults(checkpoint, module, shape)
     elif name not in lost and not any(part in lost for part in parts):
         yield from _plain_faults(checkpoint, name, shape)
     bias = f"{module}.bias"
@@ -137,6 +140,24 @@ def _quantized_faults(checkpoint: Checkpoint, module: str, shape: tuple[int, ...
             f"'{module}' is {found.out_features} x {found.in_features} ({found.bits}-bit, qweight "
             f"{checkpoint.info(f'{module}.qweight').shape}), config.json says {shape[0]} x {shape[1]}"
         )
+
+
+def _block_faults(checkpoint: Checkpoint, module: str, shape: tuple[int, ...]) -> Iterator[str]:
+    """The same for a matrix in bitsandbytes' 4-bit form, whose shape is in its own description."""
+    try:
+        found = block_state(checkpoint.tensors, module)
+    except CheckpointError as error:
+        yield str(error)
+        return
+    rows, columns = found.shape
+    nbytes, needed = checkpoint.info(f"{module}.weight").nbytes, -(-rows * columns // 2)
+    if found.shape != shape:
+        yield f"'{module}' is {rows} x {columns} ({found.kind}), config.json says {' x '.join(map(str, shape))}"
+    elif nbytes != needed:
+        yield f"'{module}.weight' has {nbytes} bytes, {rows} x {columns} codes of {found.kind} need {needed}"
+    for part in ("absmax", "quant_map"):
+        if f"{module}.weight.{part}" not in checkpoint and f"{module}.weight.{part}" not in checkpoint.index.lost:
+            yield f"tensor '{module}.weight.{part}' is missing"
 
 
 def _plain_faults(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Iterator[str]:
@@ -163,6 +184,7 @@ def _unknown(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]]) ->
         if not name.endswith(_IGNORED)
         and not (name in expected or name.endswith(suffixes) and name.rpartition(".")[0] in known)
         and name != f"{LM_HEAD}.weight"
+        and owner(checkpoint.tensors, name) is None
     ]
     if not strange:
         return []

@@ -7,10 +7,14 @@ Used by `eesd_lite.loader` and `eesd_lite.quantize`.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from quant.block_module import KINDS, STATE
+from quant.blocks import BlockMatrix, quantize_blocks, read_blocks
 from quant.errors import CheckpointError, shown
 from quant.folder_index import PICKLES
 from quant.gptq_module import GPTQModule
@@ -21,7 +25,25 @@ from quant.zero_points import decide_version, detected_version
 
 
 class Checkpoint(ModelFolder):
-    """An open folder whose tensors can be read. CheckpointError for a tensor that cannot."""
+    """An open folder whose tensors can be read. CheckpointError for a tensor that cannot.
+
+    With `quantize` (nf4 or fp4) the 16-bit matrices of the decoder layers are quantized as they are read.
+    """
+
+    def __init__(
+        self, folder: Path, weights: str | None = None, *, tolerant: bool = False, quantize: str | None = None
+    ) -> None:
+        super().__init__(folder, weights, tolerant=tolerant)
+        self.quantize = quantize
+        if quantize is not None and quantize not in KINDS:
+            raise CheckpointError(f"quantize must be {' or '.join(KINDS)}, not '{quantize}'")
+        quantized = self.quant_config is not None or any(
+            name.endswith(".qweight") or f".{STATE}" in name for name in self.tensors
+        )
+        if quantize is not None and quantized:
+            raise CheckpointError(
+                f"{self.folder}: quantized already; leave out --quantize, it is for 16-bit checkpoints"
+            )
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, as stored."""
@@ -35,6 +57,30 @@ class Checkpoint(ModelFolder):
                 return file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{info.file}: tensor '{shown(name)}' cannot be read ({shown(error)})") from None
+
+    def has_blocks(self, module: str) -> bool:
+        """Whether `module` is a matrix in bitsandbytes' 4-bit form, stored so or to be quantized as it is read."""
+        if self.quantize is None:
+            return self.stored_blocks(module) is not None
+        weight = self.tensors.get(f"{module}.weight")
+        return weight is not None and ".layers." in module and len(weight.shape) == 2
+
+    @property
+    def any_blocks(self) -> bool:
+        """Whether some module is."""
+        return self.quantize is not None or any(f".{STATE}" in name for name in self.tensors)
+
+    def blocks(self, module: str) -> BlockMatrix:
+        """The matrix of a module that `has_blocks`; CheckpointError when its tensors contradict each other."""
+        if self.quantize is not None:
+            return quantize_blocks(self.tensor(f"{module}.weight"), self.quantize, self.bias(module))
+        prefix = f"{module}.weight."
+        stored = {name.removeprefix(prefix): self.tensor(name) for name in self.tensors if name.startswith(prefix)}
+        stored["weight"] = self.tensor(f"{module}.weight")
+        try:
+            return read_blocks(module, stored, self.bias(module))
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.folder}: {error}") from None
 
     def bias(self, module: str) -> Tensor | None:
         """The bias of a module in float32, or None where there is none or it is all zero (as AutoGPTQ writes it)."""
@@ -85,6 +131,8 @@ class Checkpoint(ModelFolder):
 
     def dequantized(self, module: str) -> Tensor:
         """The weight of `module` in float32 [out, in], whether it is stored quantized or in 16 bit."""
+        if self.has_blocks(module):
+            return self.blocks(module).dequantize()
         if self.is_quantized(module):
             return self.matrix(module).dequantize()
         return self.tensor(f"{module}.weight").to(torch.float32)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quant.block_module import refuse_eight_bit
 from quant.errors import CheckpointError, shown
 from quant.overrides import Overrides, read_overrides
 from quant.safetensors_index import read_json
@@ -23,7 +24,6 @@ _SYNONYMS = {
 # What helps whoever arrives with another kind of file; a method that is not listed gets the first part only.
 _OTHER_METHODS = {
     "awq": "AWQ packs its words differently",
-    "bitsandbytes": "it is quantized while loading, not stored as GPTQ",
     "exl2": "an ExLlama format", "exl3": "an ExLlama format", "aqlm": "additive codebooks", "quip": "codebooks",
     "hqq": "half-quadratic quantization", "eetq": "8-bit EETQ", "fp8": "8-bit floats", "fbgemm_fp8": "8-bit floats",
     "compressed-tensors": "the format of llm-compressor", "torchao": "torchao tensors", "mxfp4": "4-bit floats",
@@ -72,6 +72,9 @@ def read_quant_config(folder: Path) -> QuantConfig | None:
             theirs, ours = shown(merged[key], 40), shown(value, 40)
             notes.append(f"{key} is {ours} in config.json and {theirs} in quantize_config.json; config.json wins")
         merged[key] = value
+    if merged.get("quant_method") == "bitsandbytes":
+        refuse_eight_bit(folder, merged, {})
+        return None  # every tensor says what it is; the rest of these settings is about computing
     return _build(folder, merged, notes)
 
 

@@ -24,8 +24,8 @@ Stored = Mapping[str, Tensor]
 DenseProduct = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (x, weight, bias) -> x @ weight.T + bias
 
 
-class Kernel(Protocol):
-    """How one matrix is stored and multiplied. `x` is [rows, in_features] in the compute dtype, contiguous."""
+class Product(Protocol):
+    """How stored tensors are multiplied. `x` is [rows, in_features] in the compute dtype, contiguous."""
 
     @property
     def name(self) -> str: ...
@@ -35,16 +35,20 @@ class Kernel(Protocol):
         """Names everything that decides the bytes that `pack` makes: stored bytes of another layout are of no use."""
         ...
 
+    def matmul(self, x: Tensor, stored: Stored) -> Tensor:
+        """[rows, out_features] in the compute dtype; a row's bits do not depend on how many rows share the call."""
+        ...
+
+
+class Kernel(Product, Protocol):
+    """A `Product` that is made from a GPTQ matrix."""
+
     def refuses(self, matrix: QuantizedMatrix) -> str | None:
         """Why this kernel cannot take `matrix`; None if it can."""
         ...
 
     def pack(self, matrix: QuantizedMatrix) -> dict[str, Tensor]:
         """The tensors to store."""
-        ...
-
-    def matmul(self, x: Tensor, stored: Stored) -> Tensor:
-        """[rows, out_features] in the compute dtype; a row's bits do not depend on how many rows share the call."""
         ...
 
 

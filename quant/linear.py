@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from quant.kernels import Kernel, Stored
+from quant.kernels import Product, Stored
 
 
 class GPTQLinear:
@@ -12,7 +12,7 @@ class GPTQLinear:
 
     __slots__ = ("kernel", "stored")
 
-    def __init__(self, kernel: Kernel, stored: Stored) -> None:
+    def __init__(self, kernel: Product, stored: Stored) -> None:
         self.kernel = kernel
         self.stored = stored
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cached_property
 from pathlib import Path
 
+from quant.block_module import refuse_eight_bit, stored_kind
 from quant.config import read_quant_config
 from quant.errors import CheckpointError, in_one_line, shown
 from quant.folder_index import FolderIndex, index_folder
@@ -32,6 +33,7 @@ class ModelFolder:
         stated = self.quant_config.base_name if self.quant_config is not None else None
         self.index: FolderIndex = index_folder(self.folder, weights, stated)
         self.tensors: dict[str, TensorInfo] = self.index.tensors
+        refuse_eight_bit(self.folder, {}, self.tensors)
         if self.index.problems and not tolerant:
             first = self.index.problems[0]
             raise CheckpointError(
@@ -61,6 +63,10 @@ class ModelFolder:
     def is_quantized(self, module: str) -> bool:
         """Whether `module` (such as model.layers.0.mlp.up_proj) is stored as a GPTQ matrix."""
         return f"{module}.qweight" in self.tensors
+
+    def stored_blocks(self, module: str) -> str | None:
+        """nf4 or fp4 where `module` is stored in bitsandbytes' 4-bit form, else None."""
+        return stored_kind(self.tensors, module)
 
     def info(self, name: str) -> TensorInfo:
         """Header entry of a tensor; CheckpointError when the folder lacks it."""

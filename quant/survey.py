@@ -7,10 +7,11 @@ stored is in the data, see `Checkpoint.zero_version`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from quant.block_module import block_state, owner
 from quant.config import QuantConfig
 from quant.errors import CheckpointError
 from quant.gptq_module import PARTS, GPTQModule, gptq_module
@@ -23,9 +24,10 @@ DTYPE_BITS = {"F16": 16, "BF16": 16, "F32": 32, "F64": 64, "F8_E4M3": 8, "F8_E5M
 class Module:
     """One matrix or vector of the model (with its bias), by its name without `.weight` or `.qweight`.
 
-    `kind` is gptq or plain. `shape` is (out_features, in_features), or what is stored for a plain tensor. `bits` is the
-    width of one weight; `group_size` -1 means one group, None that there are none (plain). `act_order`: True or False
-    where headers and settings settle it, None where only the data would (a stored g_idx without desc_act).
+    `kind` is gptq, nf4 or fp4 (bitsandbytes' 4-bit form), or plain. `shape` is (out_features, in_features), or what is
+    stored for a plain tensor. `bits` is the width of one weight; `group_size` -1 means one group, None that there are
+    none (plain); for nf4 and fp4 it is the length of a block along a row. `act_order`: True or False where headers and
+    settings settle it, None where only the data would (a stored g_idx without desc_act).
     """
 
     name: str
@@ -61,7 +63,7 @@ class FolderSurvey:
 
     @property
     def quantized(self) -> tuple[Module, ...]:
-        return tuple(module for module in self.modules if module.kind == "gptq")
+        return tuple(module for module in self.modules if module.kind != "plain")
 
     def bits(self) -> dict[int, int]:
         """How many quantized modules there are of each width."""
@@ -105,11 +107,12 @@ def _claimed_version(modules: Iterable[Module], settings: QuantConfig | None) ->
     return settings.version if settings is not None and any(module.kind == "gptq" for module in modules) else None
 
 
-def _by_module(tensors: Iterable[str]) -> dict[str, list[str]]:
+def _by_module(tensors: Mapping[str, object]) -> dict[str, list[str]]:
     """Tensor suffixes (weight, bias, qweight, ...) by module name, in the order of the files."""
     grouped: dict[str, list[str]] = {}
     for tensor in tensors:
-        name, dot, suffix = tensor.rpartition(".")
+        module = owner(tensors, tensor)
+        name, dot, suffix = tensor.rpartition(".") if module is None else (module, ".", tensor[len(module) + 1 :])
         grouped.setdefault(name if dot else tensor, []).append(suffix if dot else "")
     return grouped
 
@@ -121,6 +124,13 @@ def _module(opened: ModelFolder, name: str, suffixes: list[str]) -> Module | Non
         return None
     nbytes = sum(tensors[tensor].nbytes for tensor in present)
     files = tuple(sorted({tensors[tensor].file.name for tensor in present}))
+    kind = opened.stored_blocks(name)
+    if kind is not None and "weight" in suffixes:
+        found_state = block_state(tensors, name)
+        return Module(
+            name, kind, found_state.shape, tensors[f"{name}.weight"].dtype, 4, found_state.blocksize, False, False,
+            "bias" in suffixes, sum(tensors[f"{name}.{suffix}"].nbytes for suffix in suffixes), files,
+        )  # fmt: skip
     if "qweight" not in suffixes:
         info = tensors[f"{name}.weight"]
         return Module(
