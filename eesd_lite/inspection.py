@@ -26,7 +26,7 @@ from quant.survey import FolderSurvey, Module, survey_folder
 
 _LAYERS = "model.layers."
 _NORMS = ("input_layernorm", "post_attention_layernorm")
-_NAMED = 4  # as many missing tensors are listed by name
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,27 +205,27 @@ def _stored_layers(inside: list[Module]) -> tuple[int, ...]:
 
 
 def _faults(found: FolderSurvey, config: ModelConfig) -> list[str]:
-    """Matrices of layers that are absent or of another shape than config.json says; the pre-flight check sees more."""
-    modules = {module.name: module for module in found.modules}
-    missing, wrong = [], []
-    shapes = module_shapes(config)
+    """Matrices that are absent, in one line per layer, or of another shape than config.json says, each by name.
+
+    The pre-flight check of loading sees more: types, biases, norms over heads.
+    """
+    shapes = {module.name: module.shape for module in found.modules}
+    lines = []
     for index in range(config.num_hidden_layers):
-        for name, shape in shapes.items():
-            block = "self_attn" if name in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
-            full = f"{_LAYERS}{index}.{block}.{name}"
-            if full not in modules:
-                missing.append(full)
-            elif modules[full].shape != shape:
-                wrong.append(f"'{full}' is {modules[full].shape}, config.json says {shape}")
-        missing += [f"{_LAYERS}{index}.{norm}" for norm in _NORMS if f"{_LAYERS}{index}.{norm}" not in modules]
-    missing += [name for name in ("model.embed_tokens", "model.norm") if name not in modules]
-    if "lm_head" not in modules and not config.tie_word_embeddings:
-        missing.append("lm_head")
-    lines = wrong[:_NAMED] + ([f"{len(wrong) - _NAMED} more of other shapes"] if len(wrong) > _NAMED else [])
-    if missing:
-        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
-        lines.append(f"missing: {', '.join(missing[:_NAMED])}{more}")
-    return lines
+        prefix = f"{_LAYERS}{index}."
+        expected: dict[str, tuple[int, ...]] = dict.fromkeys(_NORMS, (config.hidden_size,))
+        for name, shape in module_shapes(config).items():
+            expected[f"{'self_attn' if name in _ATTENTION else 'mlp'}.{name}"] = shape
+        missing = [name for name in expected if prefix + name not in shapes]
+        if missing:
+            lines.append(f"missing in layer {index}: {'everything' if len(missing) == 9 else ', '.join(missing)}")
+        lines += [
+            f"'{prefix}{name}' is {shapes[prefix + name]}, config.json says {shape}"
+            for name, shape in expected.items()
+            if shapes.get(prefix + name, shape) != shape
+        ]
+    outside = ["model.embed_tokens", "model.norm", *([] if config.tie_word_embeddings else ["lm_head"])]
+    return [*lines, *(f"missing: {name}" for name in outside if name not in shapes)]
 
 
 def _act_order(opened: ModelFolder, first: Module | None, notes: list[str]) -> str:

@@ -129,6 +129,10 @@ def lose_a_matrix(folder: Path) -> None:
     save_file({n: t for n, t in tensors.items() if "layers.1.mlp.up_proj" not in n}, folder / "model.safetensors")
 
 
+def more_layers(folder: Path) -> None:
+    change(folder / "config.json", num_hidden_layers=4)
+
+
 def cut_the_file(folder: Path) -> None:
     os.truncate(folder / "model.safetensors", (folder / "model.safetensors").stat().st_size - 100)
 
@@ -168,7 +172,8 @@ def broken_config(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lose_a_matrix, "missing: model.layers.1.mlp.up_proj"),
+        (lose_a_matrix, "missing in layer 1: mlp.up_proj"),
+        (more_layers, "missing in layer 3: everything"),
         (cut_the_file, "incomplete download"),
         (another_family, "model_type 'mamba' is not supported"),
         (narrower, "is (96, 64), config.json says (64, 64)"),
