@@ -26,7 +26,7 @@ def allocated_bytes(engine: Engine) -> dict[str, dict[str, int]]:
         ("device", "embedding", target.embedding),
         ("device", "lm_head", target.lm_head),
         ("device", "norms", target.norm),
-        ("device", "rope tables", target.rope),
+        ("device", "rope tables", target.reaches),
         ("host", "KV cache", target.kv.host_data),
         ("device", "KV cache", target.kv),
         ("device", "exit head KV cache", getattr(head, "_kv", None)),

@@ -15,7 +15,7 @@ from eesd_lite.blob_reader import BlobReader
 from eesd_lite.config import ModelConfig
 from eesd_lite.layer_bank import HostLayer, LayerBank
 from eesd_lite.layer_blob import BlobLayout, page_buffer
-from eesd_lite.ops import Ops, Rope
+from eesd_lite.ops import Ops, Reach
 from eesd_lite.packed_store import PackedStore
 from eesd_lite.packing import KernelSet
 from eesd_lite.progress import Progress
@@ -32,7 +32,7 @@ class Place:
     ops: Ops
     kernels: KernelSet
     store: PackedStore  # blobs in the layout of `kernels`
-    rope: Rope
+    reaches: tuple[Reach, ...]  # of every layer of the model
 
 
 def load_bank(
@@ -52,7 +52,8 @@ def load_bank(
             if tier == HOST_STREAM:
                 streamed_from_host[index] = _pinned(buffer, device.device)
             elif tier == HOST_COMPUTE:
-                fixed[index] = HostLayer(_bind(config, host, host.store.layouts[index], buffer), host.rope)
+                layer = _bind(config, host, host.store.layouts[index], buffer)
+                fixed[index] = HostLayer(layer, host.reaches[index])
             else:
                 on_device = buffer if device.device.type == "cpu" else buffer.to(device.device)
                 fixed[index] = _bind(config, device, device.store.layouts[index], on_device)

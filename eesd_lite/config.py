@@ -1,8 +1,8 @@
 """The shape of a target model, read from its folder and checked once.
 
 ModelConfig keeps Hugging Face's key names. It reads config.json and generation_config.json in the spellings of
-transformers 4 and 5, refuses families that the engine does not compute, and refuses values that cannot be right, in one
-line that names the file and the key. torch_dtype is ignored: the engine chooses its own. Plain Python.
+transformers 4 and 5, refuses what the engine does not compute (`eesd_lite.families`) and values that cannot be right,
+in one line that names the file and the key. torch_dtype is ignored: the engine chooses its own. Plain Python.
 """
 
 from __future__ import annotations
@@ -14,11 +14,22 @@ from pathlib import Path
 from typing import Any
 
 from eesd_lite.errors import ModelError
+from eesd_lite.families import (
+    ATTENTION_PROJECTIONS,
+    BIAS_KEYS,
+    MLP_PROJECTIONS,
+    Family,
+    family_of,
+    refuse_foreign_arithmetic,
+)
 from quant.errors import CheckpointError, shown
 from quant.safetensors_index import MAX_JSON_BYTES, check_regular
 
-SUPPORTED_MODEL_TYPES = ("llama", "mistral")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3")
+_ROPE_KEYS = {
+    "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor",
+    "original_max_position_embeddings", "finetuned",
+}  # fmt: skip
 _LARGEST = 1 << 31  # no dimension of a real model comes near
 _LARGEST_NUMBER = 1e30
 _MISSING = object()
@@ -54,7 +65,36 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
-    sliding_window: int | None = None
+    sliding_window: int | None = None  # how many keys back a row sees, itself included
+    full_attention_layers: tuple[int, ...] = ()  # layers that see everything although there is a window
+    unrotated_layers: tuple[int, ...] = ()  # layers whose queries and keys are not rotated (SmolLM3)
+    biases: tuple[str, ...] = ()  # the projections that have one, such as q_proj
+    qk_norm: bool = False  # an RMSNorm over every head of queries and keys before they are rotated (Qwen3)
+
+    def window_of(self, layer: int) -> int | None:
+        """How many keys back a row of this layer sees, itself included; None: all of them."""
+        return None if layer in self.full_attention_layers else self.sliding_window
+
+    @property
+    def longest_context(self) -> int:
+        """The most positions that this model can be asked for."""
+        scaling = self.rope_scaling
+        if scaling is None:
+            return self.max_position_embeddings
+        if scaling.rope_type == "linear":  # files state the length before scaling, or the one after it
+            return int(self.max_position_embeddings * scaling.factor)
+        if scaling.rope_type == "dynamic":  # see eesd_lite/rope.py: beyond it, earlier keys would have to change
+            return min(self.max_position_embeddings, scaling.original_max_position_embeddings)
+        return self.max_position_embeddings
+
+    def check_length(self, positions: int) -> None:
+        """ModelError where dynamic scaling would have to change keys that are already in the cache."""
+        scaling = self.rope_scaling
+        if scaling is not None and scaling.rope_type == "dynamic" and positions > self.longest_context:
+            raise ModelError(
+                f"{positions} positions: rope scaling 'dynamic' is supported up to the model's original context of "
+                f"{self.longest_context}; beyond it every new token would change the keys of all earlier ones"
+            )
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:
@@ -70,55 +110,64 @@ class ModelConfig:
     def _read(cls, folder: Path) -> ModelConfig:
         main = _Keys(folder / "config.json")
         model_type = main.text("model_type")
-        if model_type not in SUPPORTED_MODEL_TYPES:
-            families = ", ".join(SUPPORTED_MODEL_TYPES)
-            raise ModelError(f"{main.file}: model_type {model_type!r} is not supported; supported: {families}")
-        _refuse_unknown_arithmetic(main)
-        heads = main.whole("num_attention_heads", low=1)
-        hidden = main.whole("hidden_size", low=1)
-        if "head_dim" not in main.values and hidden % heads:
-            raise ModelError(f"{main.file}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
-        kv_heads = main.whole("num_key_value_heads", low=1, default=heads)
-        if heads % kv_heads:
-            raise ModelError(
-                f"{main.file}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
-            )
-        head_dim = main.whole("head_dim", low=1, default=hidden // heads)
-        if head_dim % 2:
-            raise ModelError(f"{main.file}: head_dim {head_dim} must be even for rotary embeddings")
+        family = family_of(model_type, main.file)
+        refuse_foreign_arithmetic(main.values, model_type, main.file)
+        layers = main.whole("num_hidden_layers", low=1, high=10_000)
         positions = main.whole("max_position_embeddings", low=1, default=2048)
         vocab_size = main.whole("vocab_size", low=1)
-        theta, scaling = _rope(main, positions)
+        theta, scaling = _rope(main, positions, family)
+        unrotated = _unrotated_layers(main, layers) if family.rope_by_layer else ()
+        window, full = _window(main, family, layers, unrotated)
         return cls(
             model_type=model_type,
             vocab_size=vocab_size,
-            hidden_size=hidden,
             intermediate_size=main.whole("intermediate_size", low=1),
-            num_hidden_layers=main.whole("num_hidden_layers", low=1, high=10_000),
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=head_dim,
+            num_hidden_layers=layers,
             rms_norm_eps=main.number("rms_norm_eps", low=0.0, high=0.1, default=1e-6),
             rope_theta=theta,
             rope_scaling=scaling,
             max_position_embeddings=positions,
-            tie_word_embeddings=main.flag("tie_word_embeddings", default=False),
+            tie_word_embeddings=main.flag("tie_word_embeddings", default=family.tied),
             eos_token_ids=_eos_token_ids(main, folder / "generation_config.json", vocab_size),
             bos_token_id=main.optional_whole("bos_token_id", high=vocab_size - 1),
-            sliding_window=_sliding_window(main),
+            sliding_window=window,
+            full_attention_layers=full,
+            unrotated_layers=unrotated,
+            biases=_biases(main, family),
+            qk_norm=family.qk_norm,
+            **_heads(main, family),
         )
 
 
-def _refuse_unknown_arithmetic(main: _Keys) -> None:
-    """Settings that change what a layer computes and that the forward pass does not have."""
-    activation = main.values.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise ModelError(f"{main.file}: hidden_act {activation!r} is not supported; supported: silu")
-    if main.flag("mlp_bias", default=False):
-        raise ModelError(f"{main.file}: mlp_bias true is not supported")
+def _heads(main: _Keys, family: Family) -> dict[str, int]:
+    """hidden_size and how attention divides it; heads need not fill it (head_dim is a value of its own)."""
+    heads = main.whole("num_attention_heads", low=1)
+    hidden = main.whole("hidden_size", low=1)
+    kv_heads = main.whole("num_key_value_heads", low=1, default=heads)
+    if heads % kv_heads:
+        raise ModelError(
+            f"{main.file}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+        )
+    if main.values.get("head_dim") is None and family.head_dim is None and hidden % heads:
+        raise ModelError(f"{main.file}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    head_dim = main.whole("head_dim", low=1, default=family.head_dim or hidden // heads)
+    if head_dim % 2:
+        raise ModelError(f"{main.file}: head_dim {head_dim} must be even for rotary embeddings")
+    return {
+        "hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim,
+    }  # fmt: skip
 
 
-def _rope(main: _Keys, positions: int) -> tuple[float, RopeScaling | None]:
+def _biases(main: _Keys, family: Family) -> tuple[str, ...]:
+    """The projections that have a bias, in the order of a layer."""
+    found = set(family.biases)
+    for key in family.bias_keys:
+        if main.flag(key, default=False):
+            found.update(BIAS_KEYS[key])
+    return tuple(name for name in (*ATTENTION_PROJECTIONS, *MLP_PROJECTIONS) if name in found)
+
+
+def _rope(main: _Keys, positions: int, family: Family) -> tuple[float, RopeScaling | None]:
     """Rope settings from rope_parameters (transformers 5) or rope_scaling and rope_theta (before)."""
     for key in ("rope_parameters", "rope_scaling"):
         table = main.values.get(key)
@@ -131,10 +180,16 @@ def _rope(main: _Keys, positions: int) -> tuple[float, RopeScaling | None]:
     else:
         rope = _Keys(main.file, {}, prefix="")
     # Older files keep the base beside the table, newer ones inside it.
-    theta = rope.number("rope_theta", low=1.0, default=main.number("rope_theta", low=1.0, default=10000.0))
+    theta = rope.number("rope_theta", low=1.0, default=main.number("rope_theta", low=1.0, default=family.rope_theta))
+    if rope.number("partial_rotary_factor", low=0.0, default=1.0) != 1.0:
+        value = rope.values["partial_rotary_factor"]
+        raise ModelError(f"{main.file}: {rope.prefix}partial_rotary_factor {value!r} is not supported; supported: 1")
     kind = rope.values.get("rope_type") or rope.values.get("type") or "default"
     if kind not in ROPE_TYPES:
         raise ModelError(f"{main.file}: rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+    unknown = next((key for key, value in rope.values.items() if key not in _ROPE_KEYS and value is not None), None)
+    if unknown is not None:
+        raise ModelError(f"{main.file}: {rope.prefix}{unknown} {rope.values[unknown]!r} is not supported")
     if kind == "default":
         return theta, None
     factor = rope.number("factor", low=1.0)
@@ -158,11 +213,59 @@ def _rope(main: _Keys, positions: int) -> tuple[float, RopeScaling | None]:
     )
 
 
-def _sliding_window(main: _Keys) -> int | None:
-    """The attention window; some files state one and switch it off beside it."""
-    if not main.flag("use_sliding_window", default=True):
-        return None
-    return main.optional_whole("sliding_window", low=1)
+def _unrotated_layers(main: _Keys, layers: int) -> tuple[int, ...]:
+    """no_rope_layers holds a 1 for every layer that rotates; absent: every no_rope_layer_interval-th layer does not."""
+    flags = main.values.get("no_rope_layers")
+    if flags is None:
+        interval = main.whole("no_rope_layer_interval", low=1, default=4)
+        return tuple(range(interval - 1, layers, interval))
+    if not isinstance(flags, list) or len(flags) < layers or any(flag not in (0, 1) for flag in flags):
+        raise ModelError(f"{main.file}: no_rope_layers must hold a 0 or a 1 for each of {layers} layers, not {flags!r}")
+    return tuple(index for index in range(layers) if not flags[index])
+
+
+def _window(main: _Keys, family: Family, layers: int, unrotated: tuple[int, ...]) -> tuple[int | None, tuple[int, ...]]:
+    """The attention window, and the layers that it is not for."""
+    switched_on = main.flag("use_sliding_window", default=family.window != "by layer")
+    window = main.optional_whole("sliding_window", low=1)
+    if window is None and "sliding_window" not in main.values:
+        window = family.sliding_window
+    if not switched_on:
+        window = None
+    if window is not None and family.window == "never":
+        positions = main.whole("max_position_embeddings", low=1, default=2048)
+        if window < positions:
+            raise ModelError(
+                f"{main.file}: sliding_window {window} is not part of model_type {main.text('model_type')}"
+            )
+        window = None
+    full = _full_attention_layers(main, family, window, layers, unrotated)
+    return (window, full) if len(full) < layers else (None, ())
+
+
+def _full_attention_layers(
+    main: _Keys, family: Family, window: int | None, layers: int, unrotated: tuple[int, ...]
+) -> tuple[int, ...]:
+    """From layer_types, which must not contradict the window; else by the family's own rule."""
+    types = main.values.get("layer_types")
+    if types is not None:
+        if not isinstance(types, list) or len(types) < layers:
+            raise ModelError(f"{main.file}: layer_types must name the kind of each of {layers} layers, not {types!r}")
+        allowed = {"full_attention"} if window is None else {"full_attention", "sliding_attention"}
+        if window is not None and family.window == "always":
+            allowed = {"sliding_attention"}
+        for index, kind in enumerate(types[:layers]):
+            if not isinstance(kind, str) or kind not in allowed:
+                raise ModelError(
+                    f"{main.file}: layer_types: {kind!r} for layer {index} is not supported in "
+                    f"model_type {main.text('model_type')} with sliding_window {window}"
+                )
+        return tuple(index for index in range(layers) if types[index] == "full_attention")
+    if window is None or family.window != "by layer":
+        return tuple(range(layers)) if window is None else ()
+    if family.rope_by_layer:  # SmolLM3's rule: the window is for the layers that do not rotate
+        return tuple(index for index in range(layers) if index not in unrotated)
+    return tuple(range(min(layers, main.whole("max_window_layers", default=28))))
 
 
 def _eos_token_ids(main: _Keys, generation_file: Path, vocab_size: int) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from eesd_lite.cpu_simd import (
     KEY_BLOCK,
     LANES,
     exp,
+    fma,
     load,
     load_half,
     load_int,
@@ -45,19 +46,41 @@ def _length(a, row):  # type: ignore[no-untyped-def]
 
 
 @word
-def _rotate(source, cosines, sines, i, half):  # type: ignore[no-untyped-def]
-    """The pair (i, i + half) of a head of bfloat16 values, rotated."""
+def _first(a, length):  # type: ignore[no-untyped-def]
+    """The first of that many keys, in sequence order, that the window reaches."""
+    return max(0, length - load_int(a, 25))
+
+
+@word
+def _head_scale(a, source, weight):  # type: ignore[no-untyped-def]
+    """What the RMSNorm of a head multiplies it by, before its weight; 1 where there is no norm (weight 0)."""
+    if weight == 0:
+        return _ONE
+    head_dim, even, odd = load_int(a, 15), np.float32(0), np.float32(0)
+    for i in range(0, head_dim, 2):
+        even = fma(load_half(source, i), load_half(source, i), even)
+        odd = fma(load_half(source, i + 1), load_half(source, i + 1), odd)
+    return _ONE / np.float32(math.sqrt((even + odd) / np.float32(head_dim) + load(a, 48)))
+
+
+@word
+def _rotate(source, scale, weight, cosines, sines, i, half):  # type: ignore[no-untyped-def]
+    """The pair (i, i + half) of a head of bfloat16 values, normalized if there is a weight, and rotated."""
     first, second = load_half(source, i), load_half(source, i + half)
+    if weight != 0:
+        first = first * scale * load_half(weight, i)
+        second = second * scale * load_half(weight, i + half)
     cos, sin = load(cosines, i), load(sines, i)
     return first * cos - second * sin, second * cos + first * sin
 
 
 @word
 def write_keys(a):  # type: ignore[no-untyped-def]
-    """Rotates and stores the keys of all rows, and stores the values; gives the longest row's number of keys.
+    """Normalizes, rotates and stores the keys of all rows, stores the values; gives the longest row's number of keys.
 
     Arguments, as for `attend`: 0, 0, qkv, k cache, v cache, positions, slots, prefix, paths, depth, cos, sin, rows,
-    heads, key-value heads, head_dim, capacity, out, rows in a block, key limit, scratch, length of the tables.
+    heads, key-value heads, head_dim, capacity, out, rows in a block, key limit, scratch, length of the tables,
+    weights of the query norm and of the key norm (or 0), their eps (float32 bits), window.
     A position or slot out of range gives -1, and nothing is stored.
     """
     heads, kv_heads, head_dim, capacity = load_int(a, 13), load_int(a, 14), load_int(a, 15), load_int(a, 16)
@@ -79,8 +102,10 @@ def write_keys(a):  # type: ignore[no-untyped-def]
             key = load_int(a, 2) + 2 * head_dim * (row * (heads + 2 * kv_heads) + heads + head)
             value = key + 2 * head_dim * kv_heads
             entry = 2 * head_dim * (head * capacity + load_int(load_int(a, 6), row))
+            weight = load_int(a, 23)
+            scale = _head_scale(a, key, weight)
             for i in range(half):
-                first, second = _rotate(key, load_int(a, 10) + table, load_int(a, 11) + table, i, half)
+                first, second = _rotate(key, scale, weight, load_int(a, 10) + table, load_int(a, 11) + table, i, half)
                 store_half(load_int(a, 3) + entry, i, first)
                 store_half(load_int(a, 3) + entry, i + half, second)
             for i in range(head_dim):
@@ -122,7 +147,8 @@ def _attend_block(a, first, rows, head, group, width, scratch):  # type: ignore[
     _walk(a, first, rows, head, group, width, scratch, buffer, scores, False)
     for row in range(rows):
         for member in range(group):
-            _softmax(scores + 4 * (row * group + member) * limit, _length(a, first + row))
+            length = _length(a, first + row)
+            _softmax(scores + 4 * (row * group + member) * limit, _first(a, length), length)
     _walk(a, first, rows, head, group, width, mixed, buffer, scores, True)
     for row in range(rows):
         for member in range(group):
@@ -133,13 +159,14 @@ def _attend_block(a, first, rows, head, group, width, scratch):  # type: ignore[
 
 @word
 def _load_query(a, row, head, width, query):  # type: ignore[no-untyped-def]
-    """The rotated query times head_dim^-0.5, float32, followed by zeros up to width."""
+    """The query, normalized and rotated, times head_dim^-0.5, float32, followed by zeros up to width."""
     heads, kv_heads, head_dim = load_int(a, 13), load_int(a, 14), load_int(a, 15)
     half, scale = head_dim // 2, np.float32(1 / math.sqrt(head_dim))
     source = load_int(a, 2) + 2 * head_dim * (row * (heads + 2 * kv_heads) + head)
-    table = 4 * half * load_int(load_int(a, 5), row)
+    table, weight = 4 * half * load_int(load_int(a, 5), row), load_int(a, 22)
+    norm = _head_scale(a, source, weight)
     for i in range(half):
-        first, second = _rotate(source, load_int(a, 10) + table, load_int(a, 11) + table, i, half)
+        first, second = _rotate(source, norm, weight, load_int(a, 10) + table, load_int(a, 11) + table, i, half)
         store(query, i, first * scale)
         store(query, i + half, second * scale)
     for i in range(head_dim, width):
@@ -150,20 +177,24 @@ def _load_query(a, row, head, width, query):  # type: ignore[no-untyped-def]
 def _walk(a, first, rows, head, group, width, data, buffer, scores, mixing):  # type: ignore[no-untyped-def]
     """Takes the keys (or values) in order, KEY_BLOCK at a time, to scores (or from scores into a mix).
 
-    A block that lies in the common prefix is widened once for all rows; what differs is widened for each.
+    A block that lies in the common prefix is widened once for all rows; what differs is widened for each: the end of
+    a path, and a block that the row's window cuts.
     """
     cache = load_int(a, 4 if mixing else 3) + 2 * head * load_int(a, 16) * load_int(a, 15)
     limit, longest = load_int(a, 19), 0
+    earliest = load_int(a, 16)
     for row in range(rows):
         longest = max(longest, _length(a, first + row))
-    for start in range(0, longest, KEY_BLOCK):
+        earliest = min(earliest, _first(a, _length(a, first + row)))
+    for start in range(earliest & -KEY_BLOCK, longest, KEY_BLOCK):
         shared = False
         for row in range(rows):
             length = _length(a, first + row)
-            if start >= length:
+            opening = _first(a, length)
+            if start >= length or start + KEY_BLOCK <= opening:
                 continue
             block = buffer
-            if start + KEY_BLOCK > load_int(load_int(a, 7), first + row):
+            if start + KEY_BLOCK > load_int(load_int(a, 7), first + row) or start < opening:
                 block = buffer + 4 * KEY_BLOCK * width
                 _widen_block(a, first + row, cache, start, length, width, block)
             elif not shared:
@@ -179,11 +210,13 @@ def _walk(a, first, rows, head, group, width, data, buffer, scores, mixing):  # 
 
 @word
 def _widen_block(a, row, cache, start, length, width, block):  # type: ignore[no-untyped-def]
-    """block [KEY_BLOCK, width] float32 = the row's keys from start on; the last one stands in for those beyond it."""
+    """block [KEY_BLOCK, width] float32 = the row's keys from start on; the first and the last that it sees stand in for
+    those before and beyond them."""
+    opening = _first(a, length)
     prefix, depth, head_dim = load_int(load_int(a, 7), row), load_int(a, 9), load_int(a, 15)
     whole = head_dim & -LANES
     for key in range(KEY_BLOCK):
-        slot = min(start + key, length - 1)
+        slot = max(opening, min(start + key, length - 1))
         if slot >= prefix:
             slot = load_int(load_int(a, 8), row * depth + slot - prefix)
         source, target = cache + 2 * slot * head_dim, block + 4 * key * width
@@ -194,16 +227,20 @@ def _widen_block(a, row, cache, start, length, width, block):  # type: ignore[no
 
 
 @word
-def _softmax(scores, length):  # type: ignore[no-untyped-def]
-    """In place; scores beyond length, up to a multiple of LIMIT_STEP, become 0."""
-    padded = (length + LIMIT_STEP - 1) & -LIMIT_STEP
+def _softmax(scores, first, length):  # type: ignore[no-untyped-def]
+    """In place over first..length-1; scores around them, to the next multiples of LIMIT_STEP, become 0."""
+    before, padded = first & -LIMIT_STEP, (length + LIMIT_STEP - 1) & -LIMIT_STEP
+    for i in range(before, first):
+        store(scores, i, np.float32(-np.inf))
     for i in range(length, padded):
         store(scores, i, np.float32(-np.inf))
-    largest = max_lanes(scores, padded, np.float32(-np.inf))
-    for i in range(padded):
+    count = padded - before
+    scores += 4 * before
+    largest = max_lanes(scores, count, np.float32(-np.inf))
+    for i in range(count):
         store(scores, i, exp(load(scores, i) - largest))
-    inverse = _ONE / sum_lanes(scores, padded, np.float32(0))
-    for i in range(padded):
+    inverse = _ONE / sum_lanes(scores, count, np.float32(0))
+    for i in range(count):
         store(scores, i, load(scores, i) * inverse)
 
 

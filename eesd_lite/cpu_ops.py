@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from eesd_lite.cache import Rows
-from eesd_lite.ops import Rope
+from eesd_lite.ops import QKNorm, Reach
 from eesd_lite.progress import Progress, no_progress
 
 _SMALL_WORK = 300_000  # products below which waking the other threads costs more than it saves
@@ -86,8 +86,8 @@ class FusedCpuOps:
         _check_weight(weight, (width,))
         out = torch.empty((count, width), dtype=torch.bfloat16)
         added = 0 if delta is None else delta.data_ptr()
-        (eps_bits,) = struct.unpack("<i", struct.pack("<f", eps))
-        arguments = array("q", (x.data_ptr(), added, weight.data_ptr(), out.data_ptr(), count, width, eps_bits))
+        addresses = (x.data_ptr(), added, weight.data_ptr(), out.data_ptr())
+        arguments = array("q", (*addresses, count, width, _float_bits(eps)))
         self._rms_norm(arguments.buffer_info()[0])
         return out
 
@@ -97,13 +97,14 @@ class FusedCpuOps:
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         rows: Rows,
-        rope: Rope,
+        reach: Reach,
         num_heads: int,
+        qk_norm: QKNorm | None = None,
     ) -> torch.Tensor:
-        arguments, out = self._attention_arguments(qkv, k_cache, v_cache, rows, rope, num_heads)
+        arguments, out = self._attention_arguments(qkv, k_cache, v_cache, rows, reach, num_heads, qk_norm)
         address = arguments.buffer_info()[0]
         longest = self._write_keys(address)
-        assert longest >= 0, f"{rows} goes beyond a capacity of {k_cache.shape[1]} or {rope[0].shape[0]} positions"
+        assert longest >= 0, f"{rows} goes beyond a capacity of {k_cache.shape[1]} or {arguments[21]} positions"
         count, (kv_heads, _, head_dim) = len(rows), k_cache.shape
         small = count * longest * out.shape[1] < _SMALL_WORK
         threads = 1 if small else self.threads
@@ -121,10 +122,11 @@ class FusedCpuOps:
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         rows: Rows,
-        rope: Rope,
+        reach: Reach,
         num_heads: int,
+        qk_norm: QKNorm | None,
     ) -> tuple[array[int], torch.Tensor]:
-        count, (kv_heads, capacity, head_dim), (cos, sin) = len(rows), k_cache.shape, rope
+        count, (kv_heads, capacity, head_dim), (cos, sin) = len(rows), k_cache.shape, reach.rope
         width = (num_heads + 2 * kv_heads) * head_dim
         assert qkv.shape == (count, width), f"qkv {tuple(qkv.shape)}, expected {(count, width)}"
         assert num_heads % kv_heads == 0 and head_dim % 2 == 0, f"{num_heads}, {kv_heads} heads of {head_dim}"
@@ -135,13 +137,21 @@ class FusedCpuOps:
         assert cos.shape == sin.shape == (cos.shape[0], head_dim // 2), (
             f"cos {tuple(cos.shape)}, sin {tuple(sin.shape)}"
         )
+        norms = (0, 0, 0)
+        if qk_norm is not None:
+            _check_weight(qk_norm.query, (head_dim,))
+            _check_weight(qk_norm.key, (head_dim,))
+            norms = (qk_norm.query.data_ptr(), qk_norm.key.data_ptr(), _float_bits(qk_norm.eps))
+        window = capacity if reach.window is None else reach.window
         out = torch.empty((count, num_heads * head_dim), dtype=torch.bfloat16)
         tensors = (qkv, k_cache, v_cache, rows.positions, rows.slots, rows.prefix, rows.paths)
         addresses = (tensor.data_ptr() for tensor in tensors)
         shapes = (count, num_heads, kv_heads, head_dim, capacity)
         later = (0, 0, 0)  # rows in a block, key limit, scratch
         tables = (rows.paths.shape[1], cos.data_ptr(), sin.data_ptr())
-        return array("q", (0, 0, *addresses, *tables, *shapes, out.data_ptr(), *later, cos.shape[0])), out
+        return array(
+            "q", (0, 0, *addresses, *tables, *shapes, out.data_ptr(), *later, cos.shape[0], *norms, window)
+        ), out
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         count, width = gate_up.shape[0], gate_up.shape[1] // 2
@@ -188,6 +198,12 @@ class FusedCpuOps:
             holding_gil(address)
         else:
             releasing_gil(address)
+
+
+def _float_bits(value: float) -> int:
+    """The bits of a float32, which kernels take as an integer argument."""
+    (bits,) = struct.unpack("<i", struct.pack("<f", value))
+    return int(bits)
 
 
 def _check_weight(weight: torch.Tensor, shape: tuple[int, ...]) -> None:

@@ -20,10 +20,11 @@ from eesd_lite.cache import Rows
 from eesd_lite.config import ModelConfig
 from eesd_lite.controller import Controller, LearnsDraftTime, any_controller, draft_limit_for
 from eesd_lite.controllers_tree import TreeController
+from eesd_lite.diagnose import first_break
 from eesd_lite.draft_tree import Draft
 from eesd_lite.drafters import check_drafter, drafter_factory
 from eesd_lite.emitter import Emitter, TokenEvent
-from eesd_lite.errors import EesdError, PromptError
+from eesd_lite.errors import EesdError, ModelError, NotFiniteError, PromptError
 from eesd_lite.exit_head import ExitHead
 from eesd_lite.head_choice import choose_head
 from eesd_lite.loader import (
@@ -298,7 +299,14 @@ class Engine:
 
     def _choose(self, sampler: Sampler) -> Callable[[Tensor, int, Sequence[int]], int]:
         """The target's rule: a function of logits, position and the ids before it."""
-        return lambda logits, position, history: sampler.choose(logits, position, history).token_id
+
+        def choose(logits: Tensor, position: int, history: Sequence[int]) -> int:
+            try:
+                return sampler.choose(logits, position, history).token_id
+            except NotFiniteError as error:
+                raise ModelError(f"{error}; {first_break(self.target, history)}") from None
+
+        return choose
 
     @torch.inference_mode()
     def _prefill(self, ids: list[int], sampler: Sampler, drafter: Drafter | None) -> int:

@@ -16,6 +16,10 @@ class ModelError(EesdError):
     """The model folder, its settings, or what the model computes cannot be used."""
 
 
+class NotFiniteError(ModelError):
+    """A logit is NaN or infinite; the engine adds where that began."""
+
+
 class BudgetError(EesdError):
     """The memory budget is too small for what was asked; the message names the missing bytes."""
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from eesd_lite.config import ModelConfig
 from eesd_lite.errors import ModelError, PromptError
 from eesd_lite.progress import Progress, no_progress
 from quant.checkpoint import Checkpoint
@@ -151,7 +152,7 @@ def transformers_model(folder: Path, dtype: torch.dtype) -> Any:
         raise ModelError(f"{folder}: transformers cannot read config.json ({_one_line(error)})") from error
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # the weights handed over are no longer quantized
-    state = dequantized_state(Checkpoint(folder), dtype)
+    state = dequantized_state(Checkpoint(folder), dtype, biases=ModelConfig.from_folder(folder).biases)
     transformers.utils.logging.disable_progress_bar()  # ours is shown instead
     family: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     model, info = family.from_pretrained(None, config=config, state_dict=state, dtype=dtype, output_loading_info=True)
@@ -161,8 +162,11 @@ def transformers_model(folder: Path, dtype: torch.dtype) -> Any:
     return model.eval()
 
 
-def dequantized_state(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Tensor]:
-    """All weights of a folder under Hugging Face's names, quantized matrices multiplied out."""
+def dequantized_state(checkpoint: Checkpoint, dtype: torch.dtype, *, biases: Sequence[str] = ()) -> dict[str, Tensor]:
+    """All weights of a folder under Hugging Face's names, quantized matrices multiplied out.
+
+    An all-zero bias in a model without biases would be an unknown key; projections in `biases` keep theirs.
+    """
     state: dict[str, Tensor] = {}
     for name in checkpoint.tensors:
         module, _, part = name.rpartition(".")
@@ -172,8 +176,8 @@ def dequantized_state(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, T
         if part == "qweight" or (part == "weight" and checkpoint.has_blocks(module)):
             state[f"{module}.weight"] = checkpoint.dequantized(module).to(dtype)
         elif part == "bias":
-            bias = checkpoint.bias(module)
-            if bias is not None:  # an all-zero bias in a bias-free model would be an unknown key
+            bias = checkpoint.tensor(name)
+            if module.rpartition(".")[2] in biases or bool(bias.any()):
                 state[name] = bias.to(dtype)
         elif not (part in _QUANTIZED_PARTS and checkpoint.is_quantized(module)):
             state[name] = checkpoint.tensor(name).to(dtype)

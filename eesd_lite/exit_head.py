@@ -14,28 +14,25 @@ from eesd_lite.cache import KVCache, Rows
 from eesd_lite.config import ModelConfig
 from eesd_lite.head_file import HeadTensors
 from eesd_lite.layer_blob import fill, lay_out, page_buffer
-from eesd_lite.ops import Ops, Rope
-from eesd_lite.packing import KernelSet
+from eesd_lite.ops import Ops, Reach
+from eesd_lite.packing import HEAD_NORMS, MODULES, NORMS, KernelSet
 from eesd_lite.transformer import DecoderLayer
 
 
 def _layer_blob(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """The head's layer under the names that a layer's blob uses, products fused."""
-
-    def stack(block: str, *names: str) -> Tensor:
-        return torch.cat([tensors[f"layer.{block}.{name}.weight"] for name in names]).to(dtype)
-
-    return {
-        "qkv.0.weight": stack("self_attn", "q_proj", "k_proj", "v_proj"),
-        "o.0.weight": stack("self_attn", "o_proj"),
-        "gate_up.0.weight": stack("mlp", "gate_proj", "up_proj"),
-        "down.0.weight": stack("mlp", "down_proj"),
-        "input_norm.weight": tensors["layer.input_layernorm.weight"].to(dtype),
-        "post_attention_norm.weight": tensors["layer.post_attention_layernorm.weight"].to(dtype),
-        "affine.weight": tensors["affine.weight"].to(dtype),
-        "affine.bias": tensors["affine.bias"].to(dtype),
-        "norm.weight": tensors["norm.weight"].to(dtype),
-    }
+    blob: dict[str, Tensor] = {}
+    for module, (block, projections) in MODULES.items():
+        names = [f"layer.{block}.{projection}" for projection in projections]
+        blob[f"{module}.0.weight"] = torch.cat([tensors[f"{name}.weight"] for name in names]).to(dtype)
+        if any(f"{name}.bias" in tensors for name in names):
+            rows = [tensors[f"{name}.weight"].shape[0] for name in names]
+            biases = [tensors.get(f"{name}.bias", torch.zeros(n)) for name, n in zip(names, rows, strict=True)]
+            blob[f"{module}.0.bias"] = torch.cat([bias.to(dtype) for bias in biases])
+    for name, stored_name in (NORMS | HEAD_NORMS).items():
+        if f"layer.{stored_name}.weight" in tensors:
+            blob[f"{name}.weight"] = tensors[f"layer.{stored_name}.weight"].to(dtype)
+    return blob | {name: tensors[name].to(dtype) for name in ("affine.weight", "affine.bias", "norm.weight")}
 
 
 class ExitHead:
@@ -48,7 +45,7 @@ class ExitHead:
         *,
         ops: Ops,
         kernels: KernelSet,
-        rope: Rope,
+        reach: Reach,
         kv: KVCache,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -62,7 +59,7 @@ class ExitHead:
         views = layout.views(buffer)
         self.exit_layer = head.exit_layer
         self.nbytes = layout.nbytes
-        self._ops, self._rope, self._kv = ops, rope, kv
+        self._ops, self._reach, self._kv = ops, reach, kv
         self._eps = config.rms_norm_eps
         self._layer = DecoderLayer(config, ops, layout, buffer, kernels)
         self._affine, self._bias, self._norm = views["affine.weight"], views["affine.bias"], views["norm.weight"]
@@ -70,13 +67,13 @@ class ExitHead:
     def forward(self, state: Tensor, rows: Rows) -> Tensor:
         """state float32 [rows, hidden] entering layer N (left as it is) -> input of lm_head, [rows, hidden]."""
         hidden = state.clone()
-        self._layer.forward(hidden, rows, self._kv.layer(0), self._rope)
+        self._layer.forward(hidden, rows, self._kv.layer(0), self._reach)
         mapped = self._ops.dense(hidden.to(self._ops.dtype), self._affine, self._bias)
         return self._ops.rms_norm(mapped.to(torch.float32), self._norm, self._eps)
 
     def keep(self, state: Tensor, rows: Rows) -> None:
         """Only the keys and values of rows from which nothing is drafted; `state` as in `forward`."""
-        self._layer.write_kv(state, rows, self._kv.layer(0), self._rope)
+        self._layer.write_kv(state, rows, self._kv.layer(0), self._reach)
 
     def move(self, sources: list[int], targets: list[int]) -> None:
         """Compact an accepted tree path, as in the target's cache."""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from eesd_lite.config import ModelConfig
 from eesd_lite.errors import HeadError
+from eesd_lite.families import ATTENTION_PROJECTIONS, MLP_PROJECTIONS
 from eesd_lite.head_list import FORMAT
 from quant.checkpoint import Checkpoint
 
@@ -44,24 +45,39 @@ class HeadShape:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
+    biases: tuple[str, ...] = ()  # projections that have one, such as q_proj
+    qk_norm: bool = False
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> HeadShape:
         return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
 
-    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+    def layer_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of one decoder layer of the target, by Hugging Face's names inside it."""
         hidden, inner = self.hidden_size, self.intermediate_size
         heads, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        return {
-            "layer.input_layernorm.weight": (hidden,),
-            "layer.self_attn.q_proj.weight": (heads, hidden),
-            "layer.self_attn.k_proj.weight": (kv, hidden),
-            "layer.self_attn.v_proj.weight": (kv, hidden),
-            "layer.self_attn.o_proj.weight": (hidden, heads),
-            "layer.post_attention_layernorm.weight": (hidden,),
-            "layer.mlp.gate_proj.weight": (inner, hidden),
-            "layer.mlp.up_proj.weight": (inner, hidden),
-            "layer.mlp.down_proj.weight": (hidden, inner),
+        shapes: dict[str, tuple[int, ...]] = {
+            "input_layernorm.weight": (hidden,),
+            "self_attn.q_proj.weight": (heads, hidden),
+            "self_attn.k_proj.weight": (kv, hidden),
+            "self_attn.v_proj.weight": (kv, hidden),
+            "self_attn.o_proj.weight": (hidden, heads),
+            "post_attention_layernorm.weight": (hidden,),
+            "mlp.gate_proj.weight": (inner, hidden),
+            "mlp.up_proj.weight": (inner, hidden),
+            "mlp.down_proj.weight": (hidden, inner),
+        }
+        for block, names in (("self_attn", ATTENTION_PROJECTIONS), ("mlp", MLP_PROJECTIONS)):
+            places = [f"{block}.{name}" for name in names if name in self.biases]
+            shapes |= {f"{place}.bias": shapes[f"{place}.weight"][:1] for place in places}
+        if self.qk_norm:
+            shapes |= {f"self_attn.{name}.weight": (self.head_dim,) for name in ("q_norm", "k_norm")}
+        return shapes
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of a head file: the layer's, prefixed, and the head's own."""
+        hidden = self.hidden_size
+        return {f"layer.{name}": shape for name, shape in self.layer_shapes().items()} | {
             "affine.weight": (hidden, hidden),
             "affine.bias": (hidden,),
             "norm.weight": (hidden,),
@@ -81,12 +97,6 @@ class HeadTensors:
     fingerprint: str
     summary: dict[str, object]
     metadata: dict[str, str]
-
-
-def layer_names() -> tuple[str, ...]:
-    """The names of a decoder layer's own tensors, without the `layer.` prefix of the head file."""
-    names = HeadShape(1, 1, 1, 1, 1).tensor_shapes()
-    return tuple(name.removeprefix("layer.") for name in names if name.startswith("layer."))
 
 
 def fingerprint_names(num_hidden_layers: int) -> list[str]:
@@ -168,6 +178,7 @@ def load_head(path: Path, config: ModelConfig, fingerprint: str | None = None, f
             _check_format(path, metadata)
             exit_layer = int(metadata["exit_layer"])
             _check_exit(str(path), exit_layer, config)
+            _check_vocabulary(path, json.loads(metadata["config"]), config)
             shape = HeadShape.from_config(config)
             _check_shapes(str(path), {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}, shape)
             theirs = metadata["fingerprint"]
@@ -195,6 +206,16 @@ def _check_format(path: Path, metadata: Mapping[str, str]) -> None:
 def _check_exit(where: str, exit_layer: int, config: ModelConfig) -> None:
     if not 0 < exit_layer < config.num_hidden_layers:
         raise HeadError(f"{where}: exit layer {exit_layer}, the model allows 1 to {config.num_hidden_layers - 1}")
+
+
+def _check_vocabulary(path: Path, made_for: object, config: ModelConfig) -> None:
+    """A head feeds the target's own lm_head: made for other rows, its guesses would be of other tokens."""
+    theirs = made_for.get("vocab_size") if isinstance(made_for, dict) else None
+    if theirs != config.vocab_size:
+        raise HeadError(
+            f"{path}: made for a model with vocab_size {theirs}, this model has {config.vocab_size}; "
+            "it is a head for another model"
+        )
 
 
 def _check_shapes(where: str, found: Mapping[str, tuple[int, ...]], shape: HeadShape) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from eesd_lite.cache import Rows
-from eesd_lite.ops import Rope
+from eesd_lite.ops import Reach
 from eesd_lite.streamer import LayerStreamer
 from eesd_lite.transformer import DecoderLayer, RunnableLayer
 
@@ -22,14 +22,14 @@ class HostLayer:
     The layer brings states, rows and rotary tables to the CPU itself, so that its caller need not know where it is.
     """
 
-    def __init__(self, layer: DecoderLayer, rope: Rope) -> None:
+    def __init__(self, layer: DecoderLayer, reach: Reach) -> None:
         self._layer = layer
-        self._rope = rope
+        self._reach = reach
 
-    def forward(self, hidden: Tensor, rows: Rows, cache: tuple[Tensor, Tensor], rope: Rope) -> None:
+    def forward(self, hidden: Tensor, rows: Rows, cache: tuple[Tensor, Tensor], reach: Reach) -> None:
         """See `DecoderLayer.forward`; `hidden` may lie on any device, `cache` lies in host memory."""
         states = hidden.to("cpu")
-        self._layer.forward(states, rows.to("cpu"), cache, self._rope)
+        self._layer.forward(states, rows.to("cpu"), cache, self._reach)
         if states is not hidden:
             hidden.copy_(states)
 

@@ -20,13 +20,13 @@ from eesd_lite.errors import EesdError, HeadError
 from eesd_lite.exit_head import ExitHead
 from eesd_lite.head_file import HeadTensors
 from eesd_lite.layer_blob import page_buffer
-from eesd_lite.ops import Ops, Rope, TorchOps
+from eesd_lite.ops import Ops, Reach, TorchOps
 from eesd_lite.packed_store import PackedStore, open_store
 from eesd_lite.packing import KernelSet
 from eesd_lite.placement import Plan, make_plan
 from eesd_lite.preflight import EMBEDDING, FINAL_NORM, LM_HEAD, has_own_lm_head
 from eesd_lite.progress import Progress, no_progress
-from eesd_lite.rope import rope_tables
+from eesd_lite.rope import layer_reaches, on_device
 from eesd_lite.sizing import default_context as default_context  # the engine asks here for all about loading
 from eesd_lite.sizing import plan_request
 from eesd_lite.streamer import Reader
@@ -139,7 +139,7 @@ def rates_for(
     from eesd_lite.cuda_slot import CudaSlot, pin  # only where there is a CUDA device
 
     progress("measuring link and CPU", 0, 0)
-    host = _host_place(checkpoint, config, options, rope_tables(config, max(ROWS), "cpu"), progress)
+    host = _host_place(checkpoint, config, options, layer_reaches(config, max(ROWS)), progress)
     layout = host.store.layouts[-1]
     blob = page_buffer(layout.nbytes)
     BlobReader().read(host.store.path(len(host.store.layouts) - 1), blob, layout.nbytes)
@@ -154,8 +154,9 @@ def rates_for(
     )
     layer = DecoderLayer(config, host.ops, layout, blob, host.kernels)
     return measure_rates(
-        layer, layout.nbytes, hidden=lambda rows: torch.ones(rows, config.hidden_size), kv=kv, rope=host.rope, copy=copy
-    )
+        layer, layout.nbytes, hidden=lambda rows: torch.ones(rows, config.hidden_size), kv=kv, reach=host.reaches[-1],
+        copy=copy,
+    )  # fmt: skip
 
 
 def load_target(
@@ -171,10 +172,12 @@ def load_target(
         quantized = checkpoint.is_quantized(LM_HEAD)
         stored = checkpoint.dequantized(LM_HEAD) if quantized else checkpoint.tensor(f"{LM_HEAD}.weight")
         lm_head = _table(stored, dtype, device)
-    rope = rope_tables(config, capacity, device)
-    here = Place(device, ops, kernels, store, rope)
+    reaches = layer_reaches(config, plan.context, device, slack=capacity - plan.context)
+    here = Place(device, ops, kernels, store, reaches)
     on_host = frozenset(index for index, tier in enumerate(plan.tiers) if tier == HOST_COMPUTE)
-    beside = here if device.type == "cpu" or not on_host else _host_place(checkpoint, config, options, rope, progress)
+    beside = (
+        here if device.type == "cpu" or not on_host else _host_place(checkpoint, config, options, reaches, progress)
+    )
     kv = KVCache(
         config.num_hidden_layers, capacity, num_key_value_heads=config.num_key_value_heads, head_dim=config.head_dim,
         dtype=dtype, device=device, on_host=on_host,
@@ -185,7 +188,7 @@ def load_target(
         ops=ops,
         bank=load_bank(config, plan, here, beside, reader, progress),
         kv=kv,
-        rope=rope,
+        reaches=reaches,
         embedding=embedding,
         norm=checkpoint.tensor(FINAL_NORM).to(dtype).to(device),
         lm_head=lm_head,
@@ -206,12 +209,12 @@ def _table(stored: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _host_place(
-    checkpoint: Checkpoint, config: ModelConfig, options: LoadOptions, rope: Rope, progress: Progress
+    checkpoint: Checkpoint, config: ModelConfig, options: LoadOptions, reaches: tuple[Reach, ...], progress: Progress
 ) -> Place:
     """The CPU beside a device: its own operations, kernels, packed layers and rotary tables."""
     ops, kernels = choose_kernels(replace(options, device="cpu"), checkpoint, progress)
     store = open_store(checkpoint, config, kernels, progress)
-    return Place(torch.device("cpu"), ops, kernels, store, (rope[0].cpu(), rope[1].cpu()))
+    return Place(torch.device("cpu"), ops, kernels, store, on_device(reaches, "cpu"))
 
 
 def load_head(target: Target, head: HeadTensors, kernels: KernelSet) -> ExitHead:
@@ -223,4 +226,5 @@ def load_head(target: Target, head: HeadTensors, kernels: KernelSet) -> ExitHead
         1, target.kv.capacity, num_key_value_heads=config.num_key_value_heads, head_dim=config.head_dim,
         dtype=target.ops.dtype, device=target.device,
     )  # fmt: skip
-    return ExitHead(config, head, ops=target.ops, kernels=kernels, rope=target.rope, kv=kv, device=target.device)
+    reach = target.reaches[head.exit_layer]  # the head's layer stands where layer N does
+    return ExitHead(config, head, ops=target.ops, kernels=kernels, reach=reach, kv=kv, device=target.device)

@@ -7,7 +7,8 @@ oracle for `FusedCpuOps`. Sums are float32; results are rounded once, to the com
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -15,6 +16,22 @@ from eesd_lite.cache import Rows
 
 Rope = tuple[torch.Tensor, torch.Tensor]  # cos and sin, each float32 [context, head_dim / 2]
 _WEIGHT_CHUNK = 4096  # rows of a weight that are widened to float32 at a time
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What positions mean to a layer's attention: how far they turn a head, and how far back a row sees."""
+
+    rope: Rope
+    window: int | None = None  # a row sees the last `window` of its keys, itself included; None: all of them
+
+
+class QKNorm(NamedTuple):
+    """RMSNorm of every head of queries and keys before rotation; weights [head_dim] in the compute dtype."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    eps: float
 
 
 class Ops(Protocol):
@@ -39,10 +56,14 @@ class Ops(Protocol):
         k_cache: torch.Tensor,  # [num_key_value_heads, capacity, head_dim]
         v_cache: torch.Tensor,
         rows: Rows,
-        rope: Rope,
+        reach: Reach,
         num_heads: int,
+        qk_norm: QKNorm | None = None,
     ) -> torch.Tensor:
-        """Rotate q and k, write k and v of all rows to rows.slots, then attend: [R, num_heads * head_dim]."""
+        """Normalize q and k if asked, rotate them, write k and v of all rows to rows.slots, then attend.
+
+        -> [R, num_heads * head_dim] in the compute dtype
+        """
         ...
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -58,11 +79,12 @@ class Ops(Protocol):
         ...
 
 
-def attended_slots(rows: Rows, row: int) -> torch.Tensor:
-    """The slots that a row attends, in sequence order."""
+def attended_slots(rows: Rows, row: int, window: int | None = None) -> torch.Tensor:
+    """The slots that a row attends, in sequence order; of all that it could see, the last `window`."""
     prefix = torch.arange(int(rows.prefix[row]), device=rows.slots.device)
     path = rows.paths[row]
-    return torch.cat([prefix, path[path >= 0]])
+    slots = torch.cat([prefix, path[path >= 0]])
+    return slots if window is None else slots[-window:]
 
 
 class TorchOps:
@@ -97,8 +119,9 @@ class TorchOps:
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         rows: Rows,
-        rope: Rope,
+        reach: Reach,
         num_heads: int,
+        qk_norm: QKNorm | None = None,
     ) -> torch.Tensor:
         num_kv, _, head_dim = k_cache.shape
         width = (num_heads + 2 * num_kv) * head_dim
@@ -107,13 +130,15 @@ class TorchOps:
         for row in range(len(rows)):
             heads = qkv[row].to(torch.float32, copy=True).view(-1, head_dim)
             query, key, value = heads.split([num_heads, num_kv, num_kv])
-            cos, sin = rope[0][rows.positions[row]], rope[1][rows.positions[row]]
+            if qk_norm is not None:
+                query, key = (_norm_heads(x, w, qk_norm.eps) for x, w in ((query, qk_norm.query), (key, qk_norm.key)))
+            cos, sin = (table[rows.positions[row]] for table in reach.rope)
             queries.append(_rotate(query, cos, sin))
             k_cache[:, rows.slots[row]] = _rotate(key, cos, sin).to(k_cache.dtype)
             v_cache[:, rows.slots[row]] = value.to(v_cache.dtype)
         out = torch.empty(len(rows), num_heads * head_dim, dtype=self.dtype, device=qkv.device)
         for row, query in enumerate(queries):
-            slots = attended_slots(rows, row)
+            slots = attended_slots(rows, row, reach.window)
             keys, values = k_cache[:, slots].float(), v_cache[:, slots].float()  # [num_kv, keys, head_dim]
             grouped = query.view(num_kv, num_heads // num_kv, head_dim)
             scores = torch.bmm(grouped, keys.transpose(1, 2)) * head_dim**-0.5
@@ -142,6 +167,11 @@ class TorchOps:
             for row, values in enumerate(rows):
                 out[row, start : start + _WEIGHT_CHUNK] = torch.mv(chunk, values)
         return out
+
+
+def _norm_heads(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm over the last dimension; heads [n, head_dim] float32."""
+    return heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + eps) * weight.float()
 
 
 def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ MODULES = {
     "down": ("mlp", ("down_proj",)),
 }
 NORMS = {"input_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
+HEAD_NORMS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}  # only some families have them
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,10 @@ def layer_tensors(checkpoint: Checkpoint, index: int, kernels: KernelSet) -> tup
         for number, (kernel, stored) in enumerate(parts):
             names[f"{module}.{number}"] = kernel.name
             tensors.update({f"{module}.{number}.{name}": tensor for name, tensor in stored.items()})
-    for name, stored_name in NORMS.items():
-        norm = checkpoint.tensor(f"{layer_prefix(index)}.{stored_name}.weight")
-        tensors[f"{name}.weight"] = norm.to(kernels.dense.dtype)
+    for name, stored_name in (NORMS | HEAD_NORMS).items():
+        place = f"{layer_prefix(index)}.{stored_name}.weight"
+        if name in NORMS or place in checkpoint:
+            tensors[f"{name}.weight"] = checkpoint.tensor(place).to(kernels.dense.dtype)
     return tensors, names
 
 

@@ -120,6 +120,7 @@ def shape_config(shape: Shape) -> ModelConfig:
         rope_scaling=scaling,
         max_position_embeddings=shape.max_position_embeddings,
         tie_word_embeddings=shape.tie_word_embeddings,
+        biases=("q_proj", "k_proj", "v_proj") if shape.attention_bias else (),
     )
 
 

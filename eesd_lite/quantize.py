@@ -22,13 +22,16 @@ from eesd_lite.dense import (
     attend,
     layer_forward,
     layer_prefix,
+    mlp_inner,
+    mlp_input,
     read_dense_layer,
     rms_norm,
 )
 from eesd_lite.errors import EesdError
 from eesd_lite.home import atomic_dir
+from eesd_lite.ops import Reach
 from eesd_lite.progress import Progress, no_progress
-from eesd_lite.rope import rope_tables
+from eesd_lite.rope import layer_reaches
 from quant.checkpoint import Checkpoint
 from quant.config import read_quant_config
 from quant.gptq import GridSettings, gptq_quantize, round_to_nearest
@@ -72,14 +75,14 @@ def quantize_folder(
         writer.add_unquantized()
         embed = checkpoint.tensor("model.embed_tokens.weight").to(torch.float32)
         hidden = [F.embedding(batch, embed) for batch in batches]
-        rope = rope_tables(config, max((batch.shape[1] for batch in batches), default=1))
+        reaches = layer_reaches(config, max((batch.shape[1] for batch in batches), default=1))
         for index in range(config.num_hidden_layers):
             progress(f"quantizing ({method}, {bits} bit, group {group_size}), layer", index, config.num_hidden_layers)
             layer = read_dense_layer(checkpoint, index)
-            for name, matrix in _quantize_layer(config, layer, settings, hidden, rope):
+            for name, matrix in _quantize_layer(config, layer, settings, hidden, reaches[index]):
                 writer.add_matrix(f"{layer_prefix(index)}.{name}", matrix)
                 layer = replace(layer, **{name.rsplit(".", 1)[1]: matrix.dequantize()})
-            hidden = [layer_forward(config, layer, batch, rope) for batch in hidden]
+            hidden = [layer_forward(config, layer, batch, reaches[index]) for batch in hidden]
         writer.finish()
         progress("quantizing: done", config.num_hidden_layers, config.num_hidden_layers)
 
@@ -93,7 +96,12 @@ def refuse_quantized(folder: Path) -> None:
 def _check_settings(config: ModelConfig, settings: GridSettings) -> None:
     if settings.bits not in SUPPORTED_BITS:
         raise EesdError(f"bits must be 2, 3, 4 or 8, not {settings.bits}")
-    for label, size in (("hidden_size", config.hidden_size), ("intermediate_size", config.intermediate_size)):
+    widths = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads * head_dim": config.num_attention_heads * config.head_dim,
+    }
+    for label, size in widths.items():
         if settings.group_size != -1 and (settings.group_size < 8 or size % settings.group_size):
             raise EesdError(
                 f"group size {settings.group_size} does not divide {label} {size}; try 64, 32 or -1 (one group per row)"
@@ -119,11 +127,11 @@ def _quantize_layer(
     layer: DenseLayer,
     settings: GridSettings,
     hidden: list[Tensor],
-    rope: tuple[Tensor, Tensor],
+    reach: Reach,
 ) -> Iterator[tuple[str, QuantizedMatrix]]:
     """Yield (`self_attn.q_proj`, matrix) ...; projections that are done feed the inputs of those that follow."""
     for block, names in PROJECTION_GROUPS:
-        hessian = _hessian(config, layer, names[0], hidden, rope) if hidden else None
+        hessian = _hessian(config, layer, names[0], hidden, reach) if hidden else None
         stacked = torch.cat([getattr(layer, name) for name in names])  # one Hessian, so one pass for all of them
         whole = (
             gptq_quantize(stacked, hessian, settings) if hessian is not None else round_to_nearest(stacked, settings)
@@ -132,38 +140,33 @@ def _quantize_layer(
         for name in names:
             rows = slice(row, row + getattr(layer, name).shape[0])
             row = rows.stop
-            part = replace(whole, codes=whole.codes[rows], scales=whole.scales[:, rows], zeros=whole.zeros[:, rows])
-            if block == "self_attn" and name != "o_proj":
-                part = replace(part, bias=getattr(layer, f"{name[0]}_bias"))
+            part = replace(
+                whole, codes=whole.codes[rows], scales=whole.scales[:, rows], zeros=whole.zeros[:, rows],
+                bias=layer.bias(name),
+            )  # fmt: skip
             layer = replace(layer, **{name: part.dequantize()})
             yield f"{block}.{name}", part
 
 
-def _hessian(
-    config: ModelConfig, layer: DenseLayer, projection: str, hidden: list[Tensor], rope: tuple[Tensor, Tensor]
-) -> Tensor:
+def _hessian(config: ModelConfig, layer: DenseLayer, projection: str, hidden: list[Tensor], reach: Reach) -> Tensor:
     """Mean of x x^T over the inputs of `projection`, float32 [in, in] (a constant factor does not matter to GPTQ)."""
     total: Tensor | None = None
     count = 0
     for batch in hidden:
-        inputs = _inputs(config, layer, projection, batch, rope).flatten(0, 1)
+        inputs = _inputs(config, layer, projection, batch, reach).flatten(0, 1)
         total = inputs.t() @ inputs if total is None else total.addmm_(inputs.t(), inputs)
         count += inputs.shape[0]
     assert total is not None
     return total / count
 
 
-def _inputs(
-    config: ModelConfig, layer: DenseLayer, projection: str, hidden: Tensor, rope: tuple[Tensor, Tensor]
-) -> Tensor:
+def _inputs(config: ModelConfig, layer: DenseLayer, projection: str, hidden: Tensor, reach: Reach) -> Tensor:
     """What `projection` sees, [batch, seq, in_features]."""
     normed = rms_norm(hidden, layer.input_layernorm, config.rms_norm_eps)
     if projection == "q_proj":
         return normed
-    mixed = attend(config, layer, normed, rope)
+    mixed = attend(config, layer, normed, reach)
     if projection == "o_proj":
         return mixed
-    normed = rms_norm(hidden + F.linear(mixed, layer.o_proj), layer.post_attention_layernorm, config.rms_norm_eps)
-    if projection == "gate_proj":
-        return normed
-    return F.silu(F.linear(normed, layer.gate_proj)) * F.linear(normed, layer.up_proj)
+    _, normed = mlp_input(config, layer, hidden, mixed)
+    return normed if projection == "gate_proj" else mlp_inner(layer, normed)

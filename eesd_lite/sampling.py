@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from eesd_lite.errors import ModelError
+from eesd_lite.errors import NotFiniteError
 from eesd_lite.params import SamplingParams
 
 Array: TypeAlias = np.ndarray  # float32 [V], int64 or float64 [kept]
@@ -120,9 +120,8 @@ class Sampler:
         scores = np.asarray(logits, dtype=np.float32)[: self.vocab_limit]
         if not (scores.min() > -math.inf and scores.max() < math.inf):  # written so that NaN fails too
             wrong = int(np.flatnonzero(~np.isfinite(scores))[0])
-            raise ModelError(
-                f"the model computed {scores[wrong]} as the logit of token {wrong} at position {position}; "
-                "dtype float32 helps if bfloat16 overflowed, else the checkpoint is damaged"
+            raise NotFiniteError(
+                f"the model computed {scores[wrong]} as the logit of token {wrong} at position {position}"
             )
         return self._penalized(scores, history) if self.needs_history else scores
 

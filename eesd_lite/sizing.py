@@ -105,10 +105,11 @@ def shape_layers(
                 in_features=in_features,
                 groups=-(-in_features // size),
                 bits=bits,
-                bias=qkv_bias and module == "qkv",
+                bias=(qkv_bias and module == "qkv") or any(name in config.biases for name in names),
             )
         )
-    one = layer_bytes(parts, (config.hidden_size, config.hidden_size), kernel=kernel, itemsize=itemsize)
+    norms = (config.hidden_size, config.hidden_size, *_head_norms(config))
+    one = layer_bytes(parts, norms, kernel=kernel, itemsize=itemsize)
     return (one,) * config.num_hidden_layers
 
 
@@ -166,12 +167,21 @@ def _fused(parts: list[Part]) -> list[Part]:
     ]  # fmt: skip
 
 
+def _head_norms(config: ModelConfig) -> tuple[int, ...]:
+    """Lengths of the norms over heads of queries and of keys."""
+    return (config.head_dim, config.head_dim) if config.qk_norm else ()
+
+
 def head_bytes(config: ModelConfig, itemsize: int) -> int:
     """Bytes that an exit head of this target takes in memory, without its keys and values."""
     shapes, hidden = module_shapes(config), config.hidden_size
-    products = [sum(shapes[name][0] * shapes[name][1] for name in names) for _, names in _BLOCKS.values()]
-    # Behind the products: two norms of the layer, the affine map and its bias, the final norm.
-    rest = [hidden, hidden, hidden * hidden, hidden, hidden]
+    products: list[int] = []
+    for _, names in _BLOCKS.values():
+        products.append(sum(shapes[name][0] * shapes[name][1] for name in names))
+        if any(name in config.biases for name in names):
+            products.append(sum(shapes[name][0] for name in names))
+    # Behind the products: the norms of the layer, the affine map and its bias, the final norm.
+    rest = [hidden, hidden, *_head_norms(config), hidden * hidden, hidden, hidden]
     return blob_bytes(cells * itemsize for cells in [*products, *rest])
 
 
@@ -206,7 +216,8 @@ def plan_request(
     return PlanRequest(
         layer_bytes=tuple(layers),
         kv_bytes_per_token=kv_bytes_per_token(config, itemsize),
-        rope_bytes_per_token=2 * (config.head_dim // 2) * 4,
+        # Cosines and sines; once more where some layers have a table that turns nothing.
+        rope_bytes_per_token=(4 if config.unrotated_layers else 2) * (config.head_dim // 2) * 4,
         context=context,
         draft_slack=draft_limit,
         embedding_bytes=table,
@@ -224,11 +235,10 @@ def plan_request(
 
 def default_context(config: ModelConfig, asked: int | None) -> int:
     """The context to plan for: what was asked, else 2048 or less."""
-    longest = config.max_position_embeddings
-    if config.sliding_window is not None:
-        longest = min(longest, config.sliding_window)
+    longest = config.longest_context
     if asked is None:
         return min(longest, 2048)
+    config.check_length(asked)
     if not 8 <= asked <= longest:
         raise EesdError(f"context must be from 8 to {longest} for this model, not {asked}")
     return asked

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from eesd_lite.cache import KVCache, Rows
 from eesd_lite.config import ModelConfig
 from eesd_lite.layer_bank import LayerBank
-from eesd_lite.ops import Ops, Rope
+from eesd_lite.ops import Ops, Reach
 from eesd_lite.sizing import PREFILL_CHUNK
 from eesd_lite.transformer import run_layers
 
@@ -30,7 +30,7 @@ class Target:
     ops: Ops
     bank: LayerBank
     kv: KVCache
-    rope: Rope
+    reaches: tuple[Reach, ...]  # one for every layer
     embedding: Tensor  # [vocab, hidden] in the compute dtype
     norm: Tensor
     lm_head: Tensor
@@ -53,7 +53,7 @@ class Target:
         return hidden
 
     def _run(self, layers: range, hidden: Tensor, rows: Rows) -> None:
-        run_layers(self.bank, layers, hidden, rows, kv=self.kv, rope=self.rope, chunk=PREFILL_CHUNK)
+        run_layers(self.bank, layers, hidden, rows, kv=self.kv, reaches=self.reaches, chunk=PREFILL_CHUNK)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [rows, vocab] from states after the last layer; a row's bits do not depend on the others."""

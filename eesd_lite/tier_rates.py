@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from eesd_lite.cache import KVCache, Rows
-from eesd_lite.ops import Rope
+from eesd_lite.ops import Reach
 from eesd_lite.transformer import RunnableLayer
 
 ROWS = (1, 2, 4, 8, 16)
@@ -36,7 +36,7 @@ def measure_rates(
     *,
     hidden: Callable[[int], Tensor],
     kv: KVCache,
-    rope: Rope,
+    reach: Reach,
     copy: Callable[[], None],
     clock: Callable[[], float] = time.perf_counter,
 ) -> TierRates:
@@ -56,7 +56,7 @@ def measure_rates(
 
     def product(rows: int) -> Callable[[], None]:
         states, where = hidden(rows), Rows.chain(0, rows)
-        return lambda: layer.forward(states, where, kv.layer(0), rope)
+        return lambda: layer.forward(states, where, kv.layer(0), reach)
 
     host = statistics.mean(seconds(product(rows)) for rows in ROWS)
     return TierRates(link=int(nbytes / seconds(copy)), host=int(nbytes / host))

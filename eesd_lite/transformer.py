@@ -7,7 +7,7 @@ where weights live (`LayerSource`) or why rows are run (`eesd_lite.speculative`)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from eesd_lite.cache import KVCache, Rows
 from eesd_lite.config import ModelConfig
 from eesd_lite.layer_blob import BlobLayout
-from eesd_lite.ops import Ops, Rope
+from eesd_lite.ops import Ops, QKNorm, Reach
 from eesd_lite.packing import KernelSet
 from quant.linear import GPTQLinear
 
@@ -60,25 +60,28 @@ class DecoderLayer:
         self.o = bind_linear("o", layout, views, kernels)
         self.gate_up = bind_linear("gate_up", layout, views, kernels)
         self.down = bind_linear("down", layout, views, kernels)
+        self.qk_norm: QKNorm | None = None
+        if config.qk_norm:
+            self.qk_norm = QKNorm(views["q_norm.weight"], views["k_norm.weight"], config.rms_norm_eps)
 
-    def forward(self, hidden: Tensor, rows: Rows, cache: tuple[Tensor, Tensor], rope: Rope) -> None:
+    def forward(self, hidden: Tensor, rows: Rows, cache: tuple[Tensor, Tensor], reach: Reach) -> None:
         """hidden float32 [rows, hidden], updated in place; keys and values of the rows go into `cache`."""
         ops = self.ops
         qkv = self.qkv(ops.rms_norm(hidden, self.input_norm, self.eps))
-        mixed = ops.attention(qkv, cache[0], cache[1], rows, rope, self.num_heads)
+        mixed = ops.attention(qkv, cache[0], cache[1], rows, reach, self.num_heads, self.qk_norm)
         normed = ops.add_rms_norm(hidden, self.o(mixed), self.post_attention_norm, self.eps)
         hidden += self.down(ops.silu_mul(self.gate_up(normed)))
 
-    def write_kv(self, hidden: Tensor, rows: Rows, cache: tuple[Tensor, Tensor], rope: Rope) -> None:
+    def write_kv(self, hidden: Tensor, rows: Rows, cache: tuple[Tensor, Tensor], reach: Reach) -> None:
         """Only the keys and values of the rows: what later rows need of rows whose own output nobody reads."""
         qkv = self.qkv(self.ops.rms_norm(hidden, self.input_norm, self.eps))
-        self.ops.attention(qkv, cache[0], cache[1], rows.alone(), rope, self.num_heads)
+        self.ops.attention(qkv, cache[0], cache[1], rows.alone(), reach, self.num_heads, self.qk_norm)
 
 
 class RunnableLayer(Protocol):
     """A decoder layer that can be run, wherever it computes."""
 
-    def forward(self, hidden: Tensor, rows: Rows, cache: tuple[Tensor, Tensor], rope: Rope) -> None:
+    def forward(self, hidden: Tensor, rows: Rows, cache: tuple[Tensor, Tensor], reach: Reach) -> None:
         """See `DecoderLayer.forward`."""
         ...
 
@@ -102,7 +105,7 @@ def run_layers(
     rows: Rows,
     *,
     kv: KVCache,
-    rope: Rope,
+    reaches: Sequence[Reach],  # one for every layer of the model
     chunk: int,
 ) -> None:
     """Pass all rows through `layers`, layer-major: one layer is fetched once, however many chunks of rows pass it."""
@@ -111,7 +114,7 @@ def run_layers(
         layer = source.layer(index)
         cache = kv.layer(index)
         for piece, piece_rows in pieces:
-            layer.forward(piece, piece_rows, cache, rope)
+            layer.forward(piece, piece_rows, cache, reaches[index])
         source.done(index)
 
 

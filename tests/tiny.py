@@ -1,8 +1,8 @@
-"""Tiny random Llamas for tests: a GPTQ folder packed by `numpy_gptq`, and its exact weights in Hugging Face's names.
+"""Tiny random models of every family for tests: a GPTQ folder packed by `numpy_gptq`, and its exact weights.
 
-Weights are large enough that every layer and the whole context matter to the next token, and logits are peaky, so that
-near ties decide nothing. The tokenizer has one token per byte (an emoji is four), a few longer ones, and a chat
-template. `Tiny.engine` keeps EESD_HOME beside the model.
+The exact weights have Hugging Face's names. Weights are large enough that every layer and the whole context matter to
+the next token, and logits are peaky, so that near ties decide nothing. The tokenizer has one token per byte (an emoji
+is four), a few longer ones, and a chat template. `Tiny.engine` keeps EESD_HOME beside the model.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
+from eesd_lite.config import ModelConfig
 from eesd_lite.engine import Engine
 from tests.numpy_gptq import draw
 
+ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3"}
 BEGIN, END, USER, ASSISTANT = "<|begin|>", "<|end|>", "<|user|>", "<|assistant|>"
 MERGES = [("s", "t"), ("o", "p"), ("st", "op"), ("stop", "!"), ("e", "n"), ("en", "d")]
 TEMPLATE = (
@@ -41,9 +43,10 @@ PROJECTIONS = {
 
 @dataclass(frozen=True)
 class TinySpec:
-    """What to build. `bias` is none, zero (as AutoGPTQ writes it) or real (on q, k and v); see `numpy_gptq.draw`.
+    """What to build; see `numpy_gptq.draw`.
 
-    `modules` names modules that are not like the rest, such as `0.mlp.gate_proj`, in layer 0.
+    `bias` is none (but for what the family itself has), zero (on all seven projections, as AutoGPTQ writes it) or real
+    (attention_bias is true). `modules` names modules that are not like the rest, such as `0.mlp.gate_proj`, in layer 0.
     """
 
     seed: int = 0
@@ -64,6 +67,7 @@ class TinySpec:
     quantized_lm_head: bool = False
     positions: int = 512
     modules: dict[str, dict[str, Any] | None] = field(default_factory=dict)  # module: other options; None: 16 bit
+    model_type: str = "llama"
     config: dict[str, Any] = field(default_factory=dict)  # further keys of config.json
 
     def size(self, name: str) -> int:
@@ -124,8 +128,8 @@ def _table(rng: np.random.Generator, vocab: int, known: int, spec: TinySpec) -> 
 
 def _config(spec: TinySpec, vocab: int, end: int) -> dict[str, Any]:
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [f"{ARCHITECTURES[spec.model_type]}ForCausalLM"],
+        "model_type": spec.model_type,
         "vocab_size": vocab,
         "hidden_size": spec.hidden,
         "intermediate_size": spec.inner,
@@ -155,8 +159,10 @@ def _config(spec: TinySpec, vocab: int, end: int) -> dict[str, Any]:
 
 
 def _add_layer(
-    rng: np.random.Generator, spec: TinySpec, prefix: str, stored: dict[str, Tensor], exact: dict[str, Tensor]
-) -> None:
+    rng: np.random.Generator, spec: TinySpec, config: ModelConfig, prefix: str,
+    stored: dict[str, Tensor], exact: dict[str, Tensor],
+) -> None:  # fmt: skip
+    biases = config.biases
     order = {
         "bits": spec.bits, "group": spec.group, "sym": spec.sym, "desc_act": spec.desc_act, "version": spec.version,
     }  # fmt: skip
@@ -170,20 +176,28 @@ def _add_layer(
         if special is None:
             exact[f"{module}.weight"] = torch.from_numpy(drawn.dequantized).half().float()
             stored[f"{module}.weight"] = exact[f"{module}.weight"].half()
-            continue
-        for part, array in drawn.tensors.items():
-            if part != "g_idx" or spec.g_idx:
-                stored[f"{module}.{part}"] = torch.from_numpy(array)
-        exact[f"{module}.weight"] = torch.from_numpy(drawn.dequantized)
+        else:
+            stored |= {
+                f"{module}.{part}": torch.from_numpy(array)
+                for part, array in drawn.tensors.items()
+                if part != "g_idx" or spec.g_idx
+            }
+            exact[f"{module}.weight"] = torch.from_numpy(drawn.dequantized)
         if spec.bias == "zero":
             stored[f"{module}.bias"] = torch.zeros(out_features, dtype=torch.float16)
-        elif spec.bias == "real" and name[-6:] in ("q_proj", "k_proj", "v_proj"):
+            if name.rpartition(".")[2] in biases:
+                exact[f"{module}.bias"] = torch.zeros(out_features)
+        elif name.rpartition(".")[2] in biases:
             stored[f"{module}.bias"] = torch.from_numpy(rng.standard_normal(out_features) * 0.5).to(torch.float16)
             exact[f"{module}.bias"] = stored[f"{module}.bias"].float()
     for norm in ("input_layernorm", "post_attention_layernorm"):
         weight = torch.from_numpy(1 + 0.1 * rng.standard_normal(spec.hidden)).to(torch.float16)
         stored[f"{prefix}.{norm}.weight"] = weight
         exact[f"{prefix}.{norm}.weight"] = weight.float()
+    for norm in ("q_norm", "k_norm") if config.qk_norm else ():
+        weight = torch.from_numpy(1 + 0.3 * rng.standard_normal(spec.head_dim)).to(torch.float16)
+        stored[f"{prefix}.self_attn.{norm}.weight"] = weight
+        exact[f"{prefix}.self_attn.{norm}.weight"] = weight.float()
 
 
 def build(folder: Path, spec: TinySpec | None = None) -> Tiny:
@@ -201,11 +215,11 @@ def build(folder: Path, spec: TinySpec | None = None) -> Tiny:
         drawn = draw(rng, vocab, spec.hidden, bits=spec.bits, group=spec.group, version=spec.version, spread=0.6)
         stored |= {f"lm_head.{part}": torch.from_numpy(array) for part, array in drawn.tensors.items()}
         exact["lm_head.weight"] = torch.from_numpy(drawn.dequantized)
+    (folder / "config.json").write_text(json.dumps(_config(spec, vocab, end=known - 3)), encoding="utf-8")
+    config = ModelConfig.from_folder(folder)
     for layer in range(spec.layers):
-        _add_layer(rng, spec, f"model.layers.{layer}", stored, exact)
+        _add_layer(rng, spec, config, f"model.layers.{layer}", stored, exact)
     if spec.tied:
         exact["lm_head.weight"] = exact["model.embed_tokens.weight"]
     save_file({name: tensor.contiguous() for name, tensor in stored.items()}, folder / "model.safetensors")
-    config = _config(spec, vocab, end=known - 3)
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return Tiny(folder, spec, exact)

@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eesd_lite.dense import rotate
+from eesd_lite.dense import band, rotate
 from eesd_lite.head_file import HeadShape
+from eesd_lite.ops import Reach
 
 
 @dataclass(frozen=True)
@@ -50,18 +51,20 @@ class _Attention(nn.Module):
         super().__init__()
         heads = shape.num_attention_heads * shape.head_dim
         kv = shape.num_key_value_heads * shape.head_dim
-        self.q_proj = nn.Linear(shape.hidden_size, heads, bias=False)
-        self.k_proj = nn.Linear(shape.hidden_size, kv, bias=False)
-        self.v_proj = nn.Linear(shape.hidden_size, kv, bias=False)
-        self.o_proj = nn.Linear(heads, shape.hidden_size, bias=False)
+        self.q_proj = nn.Linear(shape.hidden_size, heads, bias="q_proj" in shape.biases)
+        self.k_proj = nn.Linear(shape.hidden_size, kv, bias="k_proj" in shape.biases)
+        self.v_proj = nn.Linear(shape.hidden_size, kv, bias="v_proj" in shape.biases)
+        self.o_proj = nn.Linear(heads, shape.hidden_size, bias="o_proj" in shape.biases)
+        if shape.qk_norm:
+            self.q_norm, self.k_norm = _Norm(shape.head_dim), _Norm(shape.head_dim)
 
 
 class _Mlp(nn.Module):
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias="gate_proj" in shape.biases)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias="up_proj" in shape.biases)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias="down_proj" in shape.biases)
 
 
 class _Layer(nn.Module):
@@ -82,18 +85,18 @@ class ExitHead(nn.Module):
     def __init__(
         self,
         shape: HeadShape,
-        rope: tuple[Tensor, Tensor],
+        reach: Reach,
         *,
         eps: float,
         compute: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self.shape, self.eps, self.compute = shape, eps, compute
+        self.shape, self.eps, self.compute, self.window = shape, eps, compute, reach.window
         self.layer = _Layer(shape)
         self.affine = nn.Linear(shape.hidden_size, shape.hidden_size)
         self.norm = _Norm(shape.hidden_size)
-        self.register_buffer("cos", rope[0], persistent=False)  # [context, head_dim / 2] float32
-        self.register_buffer("sin", rope[1], persistent=False)
+        self.register_buffer("cos", reach.rope[0], persistent=False)  # [context, head_dim / 2] float32
+        self.register_buffer("sin", reach.rope[1], persistent=False)
 
     def load(self, tensors: Mapping[str, Tensor]) -> ExitHead:
         self.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
@@ -142,13 +145,18 @@ class ExitHead(nn.Module):
             rows = x.index_select(0, packing.to_grid.flatten())
             return rows.view(batch, seq, -1, shape.head_dim).transpose(1, 2)
 
-        query, key = rotate(heads(attention.q_proj), cos, sin), rotate(heads(attention.k_proj), cos, sin)
-        # Causal and right-padded: a real position never sees padding, so no mask is needed.
+        query, key = heads(attention.q_proj), heads(attention.k_proj)
+        if shape.qk_norm:
+            query = self._norm(query.float(), attention.q_norm).to(self.compute)
+            key = self._norm(key.float(), attention.k_norm).to(self.compute)
+        # Causal and right-padded: a real position never sees padding, so no mask is needed for it.
+        mask = band(packing.to_grid.shape[1], self.window, normed.device)
         mixed = F.scaled_dot_product_attention(
-            grid(query),
-            grid(key),
+            grid(rotate(query, cos, sin)),
+            grid(rotate(key, cos, sin)),
             grid(heads(attention.v_proj)),
-            is_causal=True,
+            attn_mask=mask,
+            is_causal=mask is None,
             enable_gqa=shape.num_attention_heads != shape.num_key_value_heads,
         )
         flat = mixed.transpose(1, 2).reshape(-1, shape.num_attention_heads * shape.head_dim)

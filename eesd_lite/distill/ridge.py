@@ -17,7 +17,8 @@ from eesd_lite.distill.head_module import ExitHead, Packing
 from eesd_lite.distill.report import Quality, measure
 from eesd_lite.distill.state_cache import StateCache
 from eesd_lite.errors import PrepareError
-from eesd_lite.head_file import HeadShape, layer_names
+from eesd_lite.head_file import HeadShape
+from eesd_lite.ops import Reach
 from eesd_lite.progress import Progress, no_progress
 
 VARIANTS = ("plain", "weighted", "scaled")
@@ -27,11 +28,11 @@ _BATCH_TOKENS = 4096
 
 @dataclass(frozen=True)
 class TargetParts:
-    """What the trainer needs of the target, dense: `layers[N]` by the names of `head_file.layer_names`."""
+    """What the trainer needs of the target, dense: `layers[N]` by the names of `HeadShape.layer_shapes`."""
 
     shape: HeadShape
     rms_norm_eps: float
-    rope: tuple[Tensor, Tensor]  # (cos, sin), [context, head_dim / 2] float32
+    reaches: tuple[Reach, ...]  # one for every layer of the target; a head's layer stands where layer N does
     layers: Mapping[int, Mapping[str, Tensor]]
     norm: Tensor  # [H], the final norm
     lm_head: Tensor  # [V, H]
@@ -81,10 +82,9 @@ def instant_head(
 ) -> Start:
     """Solve the affine map for exit layer N and keep the best weighting."""
     training, held_out = split(cache)
-    head = ExitHead(parts.shape, parts.rope, eps=parts.rms_norm_eps, compute=compute)
+    head = ExitHead(parts.shape, parts.reaches[exit_layer], eps=parts.rms_norm_eps, compute=compute)
     width = parts.shape.hidden_size
-    names = layer_names()
-    start = {f"layer.{name}": parts.layers[exit_layer][name].float() for name in names}
+    start = {f"layer.{name}": parts.layers[exit_layer][name].float() for name in parts.shape.layer_shapes()}
     start |= {"affine.weight": torch.eye(width), "affine.bias": torch.zeros(width), "norm.weight": parts.norm.float()}
     head.load(start)
     sums = _accumulate(cache, exit_layer, head, _first(cache, training, max_tokens), progress)

@@ -20,6 +20,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
 from eesd_lite.config import ModelConfig
+from eesd_lite.dense import layer_prefix
 from eesd_lite.distill import texts
 from eesd_lite.distill.real_tau import measure_tau
 from eesd_lite.distill.report import Quality
@@ -30,7 +31,7 @@ from eesd_lite.distill.train import HeadTrainer, TrainResult
 from eesd_lite.errors import PrepareError
 from eesd_lite.head_file import HeadShape, folder_fingerprint, save_head
 from eesd_lite.progress import Progress, no_progress
-from eesd_lite.rope import rope_tables
+from eesd_lite.rope import layer_reaches
 
 _LONGEST = 1024  # tokens of one of the user's samples; longer ones are cut
 
@@ -158,24 +159,17 @@ def target_parts(folder: Path, config: ModelConfig, exit_layers: Sequence[int], 
     from eesd_lite.distill.teacher import DenseTarget
 
     target = DenseTarget(folder, context=longest, dtype=torch.float32, layer_budget=0)
-    layers = {}
+    shape, layers = HeadShape.from_config(config), {}
     for exit_layer in exit_layers:
-        layer = target.layer(exit_layer)
-        layers[exit_layer] = {
-            "input_layernorm.weight": layer.input_layernorm,
-            "self_attn.q_proj.weight": layer.q_proj,
-            "self_attn.k_proj.weight": layer.k_proj,
-            "self_attn.v_proj.weight": layer.v_proj,
-            "self_attn.o_proj.weight": layer.o_proj,
-            "post_attention_layernorm.weight": layer.post_attention_layernorm,
-            "mlp.gate_proj.weight": layer.gate_proj,
-            "mlp.up_proj.weight": layer.up_proj,
-            "mlp.down_proj.weight": layer.down_proj,
-        }
+        found = target.layer(exit_layer).named()
+        missing = next((name for name in shape.layer_shapes() if name not in found), None)
+        if missing is not None:
+            raise PrepareError(f"{folder}: tensor '{layer_prefix(exit_layer)}.{missing}' is missing")
+        layers[exit_layer] = {name: found[name] for name in shape.layer_shapes()}
     return TargetParts(
-        shape=HeadShape.from_config(config),
+        shape=shape,
         rms_norm_eps=config.rms_norm_eps,
-        rope=rope_tables(config, longest),
+        reaches=layer_reaches(config, longest),
         layers=layers,
         norm=target.norm,
         lm_head=target.lm_head,

@@ -22,7 +22,7 @@ from eesd_lite.errors import PromptError
 from eesd_lite.head_file import folder_fingerprint
 from eesd_lite.preflight import EMBEDDING, FINAL_NORM, LM_HEAD, has_own_lm_head
 from eesd_lite.progress import Progress, no_progress
-from eesd_lite.rope import rope_tables
+from eesd_lite.rope import layer_reaches
 from quant.checkpoint import Checkpoint
 
 
@@ -40,7 +40,7 @@ class DenseTarget:
         self.config = ModelConfig.from_folder(folder)
         self.checkpoint = Checkpoint(folder)
         self.dtype = dtype
-        self.rope = rope_tables(self.config, context)
+        self.reaches = layer_reaches(self.config, context)
         self.embedding = self.checkpoint.tensor(EMBEDDING).to(dtype)
         self.norm = self.checkpoint.tensor(FINAL_NORM).to(dtype)
         own = has_own_lm_head(self.checkpoint, self.config)  # the engine's rule: a head must learn what it will feed
@@ -80,7 +80,7 @@ class DenseTarget:
             if index in exit_layers:
                 states[index] = hidden
             past = kv[index] if kv is not None else None
-            hidden = layer_forward(self.config, self.layer(index), hidden, self.rope, past, start)
+            hidden = layer_forward(self.config, self.layer(index), hidden, self.reaches[index], past, start)
         return states, hidden
 
     @torch.inference_mode()

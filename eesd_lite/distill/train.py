@@ -98,7 +98,8 @@ class HeadTrainer:
         self.out.mkdir(parents=True, exist_ok=True)
         self.device = self.accelerator.device
         compute = getattr(torch, settings.compute)
-        self.head = ExitHead(parts.shape, parts.rope, eps=parts.rms_norm_eps, compute=compute).load(start)
+        reach = parts.reaches[exit_layer]
+        self.head = ExitHead(parts.shape, reach, eps=parts.rms_norm_eps, compute=compute).load(start)
         self.model = self.accelerator.prepare_model(self.head.to(self.device))
         self.optimizer = HeadOptimizer(self.head, settings.optimizer, weight_decay=settings.weight_decay)
         self.training, self.held_out = split(cache)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from eesd_lite.cache import KVCache, Rows
 from eesd_lite.cpu_ops import FusedCpuOps
-from eesd_lite.ops import Ops, Rope, TorchOps, attended_slots
+from eesd_lite.ops import Ops, Reach, Rope, TorchOps, attended_slots
 
 BF16, F64 = torch.bfloat16, torch.float64
 SHAPES = [(9, 3, 64), (4, 1, 8), (4, 2, 96), (2, 2, 128), (3, 1, 20)]  # heads, key-value heads, head_dim
@@ -43,7 +43,7 @@ class Head:
 
     def run(self, ops: Ops, rows: Rows, inputs: torch.Tensor | None = None) -> torch.Tensor:
         qkv = self.inputs[rows.positions] if inputs is None else inputs
-        return ops.attention(qkv.contiguous(), self.k, self.v, rows, self.rope, self.heads)
+        return ops.attention(qkv.contiguous(), self.k, self.v, rows, Reach(self.rope), self.heads)
 
 
 def rotated(heads: torch.Tensor, position: int, rope: Rope) -> torch.Tensor:  # float64

@@ -19,6 +19,10 @@ SMALL: dict[str, Any] = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
 }
+OPTIONAL = (
+    "num_key_value_heads", "head_dim", "rope_scaling", "eos_token_id", "bos_token_id", "layer_types", "no_rope_layers",
+    "sliding_window", "use_sliding_window", "max_window_layers", "architectures", "attention_bias", "hidden_act",
+)  # fmt: skip
 REMOVE = object()
 
 
@@ -121,7 +125,7 @@ def test_dynamic_scaling_starts_at_the_models_own_context(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "gpt2"}, ("config.json", "model_type", "gpt2", "llama", "mistral")),
+        ({"model_type": "gpt2"}, ("config.json", "model_type", "gpt2", "llama, mistral, qwen2, qwen3, smollm3")),
         ({"model_type": REMOVE}, ("model_type", "missing")),
         ({"hidden_size": REMOVE}, ("hidden_size", "missing")),
         ({"hidden_size": "64"}, ("hidden_size", "'64'")),
@@ -154,9 +158,136 @@ def test_a_value_that_cannot_be_right_is_refused_with_file_and_key(
     refused(write(tmp_path, **changes), "config.json", *words)
 
 
-def test_a_window_that_the_file_switches_off_is_no_window(tmp_path: Path) -> None:
-    config = ModelConfig.from_folder(write(tmp_path, sliding_window=32, use_sliding_window=False))
-    assert config.sliding_window is None
+FOREIGN: list[tuple[dict[str, Any], str]] = [
+    ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ({"partial_rotary_factor": 0}, "partial_rotary_factor"),
+    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}, "partial_rotary_factor"),
+    ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters.full_attention"),
+    ({"rope_scaling": {"type": "default", "mrope_section": [16, 24, 24]}}, "rope_scaling.mrope_section"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0, "attention_factor": 1.2}}, "rope_scaling.attention_factor"),
+    ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
+    ({"rope_interleaved": True}, "rope_interleaved"),
+    ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    ({"final_logit_softcapping": 30}, "final_logit_softcapping"),
+    ({"attention_softcap": 20.0}, "attention_softcap"),
+    ({"query_pre_attn_scalar": 256}, "query_pre_attn_scalar"),
+    ({"embedding_multiplier": 12.0}, "embedding_multiplier"),
+    ({"residual_multiplier": 0.22}, "residual_multiplier"),
+    ({"attention_multiplier": 1}, "attention_multiplier"),
+    ({"logits_scaling": 8.0}, "logits_scaling"),
+    ({"scale_emb": 12}, "scale_emb"),
+    ({"alibi": True}, "alibi"),
+    ({"clip_qkv": 6.0}, "clip_qkv"),
+    ({"num_local_experts": 8}, "num_local_experts"),
+    ({"n_routed_experts": 64}, "n_routed_experts"),
+    ({"kv_lora_rank": 512}, "kv_lora_rank"),
+    ({"use_qk_norm": True}, "use_qk_norm"),
+    ({"attention_chunk_size": 8192}, "attention_chunk_size"),
+    ({"sliding_window": 512}, "sliding_window 512"),
+    ({"layer_types": ["full_attention", "chunked_attention"] * 2}, "chunked_attention"),
+    ({"layer_types": ["full_attention"]}, "layer_types"),
+    ({"no_rope_layers": [1, 1, 1, 0]}, "no_rope_layers"),
+    ({"add_cross_attention": True}, "add_cross_attention"),
+    ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+    ({"architectures": ["OwnForCausalLM"], "auto_map": {"AutoModel": "own.Own"}}, "auto_map"),
+    ({"model_type": "mistral", "attention_bias": True}, "attention_bias"),
+    ({"model_type": "qwen2", "mlp_bias": True}, "mlp_bias"),
+    ({"model_type": "mistral", "sliding_window": 64, "layer_types": ["full_attention"] * 4}, "layer_types"),
+    ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 4}, "layer_types"),
+    ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "no_rope_layers"),
+    ({"model_type": "smollm3", "no_rope_layers": [1, 0, 2, 1]}, "no_rope_layers"),
+    ({"attention_bias": "yes"}, "attention_bias"),
+]
+
+
+@pytest.mark.parametrize(("changes", "key"), FOREIGN, ids=str)
+def test_a_setting_whose_arithmetic_nobody_here_has_is_refused_by_its_key(
+    tmp_path: Path, changes: dict[str, Any], key: str
+) -> None:
+    refused(write(tmp_path, **changes), "config.json", key)
+
+
+def test_settings_that_change_nothing_are_no_reason_to_refuse(tmp_path: Path) -> None:
+    harmless: dict[str, Any] = {
+        "pretraining_tp": 2, "attention_dropout": 0.1, "use_cache": False, "initializer_range": 0.02, "alibi": False,
+        "partial_rotary_factor": 1.0, "logit_scale": 1.0, "attn_logit_softcapping": None, "num_experts": 0,
+        "_name_or_path": "", "no_rope_layers": [1, 1, 1, 1],
+        "rope_scaling": None, "hidden_act": "silu", "architectures": ["LLaMAForCausalLM"], "mlp_bias": False,
+        "layer_types": ["full_attention"] * 4, "sliding_window": 4096, "max_window_layers": 28, "is_decoder": True,
+        "auto_map": None, "quantization_config": {"bits": 4}, "unsloth_version": "1", "tie_encoder_decoder": False,
+        "chunk_size_feed_forward": 0, "add_cross_attention": False, "pruned_heads": {}, "_attn_implementation": "eager",
+    }  # fmt: skip
+    config = ModelConfig.from_folder(write(tmp_path, **harmless))
+    assert config == ModelConfig.from_folder(write(tmp_path))
+
+
+def family(folder: Path, model_type: str, **changes: Any) -> ModelConfig:
+    return ModelConfig.from_folder(write(folder, model_type=model_type, **changes))
+
+
+def test_biases_follow_from_the_family_and_from_its_keys(tmp_path: Path) -> None:
+    attention, mlp = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+    assert family(tmp_path, "llama").biases == ()
+    assert family(tmp_path, "llama", attention_bias=True).biases == attention
+    assert family(tmp_path, "llama", mlp_bias=True).biases == mlp
+    assert family(tmp_path, "smollm3", attention_bias=True, mlp_bias=True).biases == attention + mlp
+    assert family(tmp_path, "qwen2").biases == ("q_proj", "k_proj", "v_proj")
+    assert family(tmp_path, "qwen3").biases == () and family(tmp_path, "qwen3").qk_norm
+    assert family(tmp_path, "qwen3", attention_bias=True).biases == attention
+
+
+def test_what_a_family_takes_for_granted(tmp_path: Path) -> None:
+    assert family(tmp_path, "qwen3").head_dim == 128 and family(tmp_path, "qwen3", head_dim=32).head_dim == 32
+    assert family(tmp_path, "mistral", head_dim=None).head_dim == 16
+    assert family(tmp_path, "smollm3").rope_theta == 2e6 and family(tmp_path, "smollm3").tie_word_embeddings
+    assert family(tmp_path, "mistral").sliding_window == 4096
+    assert family(tmp_path, "mistral", sliding_window=None).sliding_window is None
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "windows"),
+    [
+        ("mistral", {"sliding_window": 8}, [8, 8, 8, 8]),
+        ("qwen2", {"sliding_window": 8}, [None] * 4),
+        ("qwen2", {"sliding_window": 8, "use_sliding_window": False, "max_window_layers": 0}, [None] * 4),
+        ("qwen2", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 3}, [None, None, None, 8]),
+        ("qwen2", {"sliding_window": 8, "use_sliding_window": True}, [None] * 4),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 0}, [4096] * 4),
+        (
+            "qwen3",
+            {
+                "sliding_window": 8, "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            [8, None, 8, None],
+        ),
+        ("smollm3", {"sliding_window": 8, "use_sliding_window": True}, [None, None, None, 8]),
+        ("smollm3", {"sliding_window": 8}, [None] * 4),
+    ],
+)  # fmt: skip
+def test_the_window_of_every_layer(
+    tmp_path: Path, model_type: str, changes: dict[str, Any], windows: list[int | None]
+) -> None:
+    config = family(tmp_path, model_type, **changes)
+    assert [config.window_of(layer) for layer in range(4)] == windows
+
+
+def test_layers_that_do_not_rotate(tmp_path: Path) -> None:
+    assert family(tmp_path, "smollm3").unrotated_layers == (3,)
+    assert family(tmp_path, "smollm3", no_rope_layer_interval=2).unrotated_layers == (1, 3)
+    assert family(tmp_path, "smollm3", no_rope_layers=[0, 1, 1, 0, 1]).unrotated_layers == (0, 3)
+
+
+def test_the_longest_context_follows_the_rope(tmp_path: Path) -> None:
+    def longest(**scaling: Any) -> int:
+        changes = {"max_position_embeddings": 4096, "rope_scaling": scaling or None}
+        return ModelConfig.from_folder(write(tmp_path, **changes)).longest_context
+
+    assert longest() == 4096
+    assert longest(type="linear", factor=4.0) == 16384  # Vicuna 16k states 4096
+    assert longest(type="dynamic", factor=4.0) == 4096
+    assert longest(type="dynamic", factor=4.0, original_max_position_embeddings=2048) == 2048
 
 
 def test_a_wrong_generation_file_is_named(tmp_path: Path) -> None:
@@ -181,7 +312,8 @@ def test_a_damaged_file_is_refused(tmp_path: Path, content: bytes) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(
-    key=st.sampled_from([*SMALL, "num_key_value_heads", "head_dim", "rope_scaling", "eos_token_id", "bos_token_id"]),
+    key=st.sampled_from([*SMALL, *OPTIONAL]),
+    model_type=st.sampled_from(["llama", "mistral", "qwen2", "qwen3", "smollm3"]),
     value=st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -189,9 +321,9 @@ def test_a_damaged_file_is_refused(tmp_path: Path, content: bytes) -> None:
     ),
 )
 def test_whatever_a_key_holds_the_answer_is_a_config_or_a_model_error(
-    tmp_path_factory: pytest.TempPathFactory, key: str, value: object
+    tmp_path_factory: pytest.TempPathFactory, key: str, model_type: str, value: object
 ) -> None:
-    folder = write(tmp_path_factory.mktemp("config"), **{key: value})
+    folder = write(tmp_path_factory.getbasetemp(), **{"model_type": model_type, "use_sliding_window": True, key: value})
     try:
         ModelConfig.from_folder(folder)
     except ModelError as error:

@@ -226,7 +226,7 @@ def allocated(engine: Engine) -> dict[str, int]:
         "embedding": target.embedding.nbytes,
         "lm_head": 0 if target.lm_head is target.embedding else target.lm_head.nbytes,
         "norms": target.norm.nbytes,
-        "rope tables": sum(table.nbytes for table in target.rope),
+        "rope tables": sum(table.nbytes for table in target.reaches[0].rope),
         "KV cache": target.kv.nbytes,
         "stream ring": sum(slot.buffer.nbytes for slot in bank.streamer._slots) if bank.streamer else 0,
         "resident layers": sum(layer.input_norm.untyped_storage().nbytes() for layer in bank.resident),

@@ -21,7 +21,7 @@ from eesd_lite import SamplingParams
 from eesd_lite.blob_reader import BlobReader
 from eesd_lite.cache import Rows
 from eesd_lite.engine import Engine
-from eesd_lite.errors import EesdError, ModelError, StreamError
+from eesd_lite.errors import ModelError, StreamError
 from eesd_lite.layer_blob import BLOCK, page_buffer
 from quant.errors import CheckpointError
 from tests.numpy_gptq import draw
@@ -169,15 +169,18 @@ def test_an_lm_head_of_another_size_is_refused(tiny: Tiny) -> None:
         tiny.engine()
 
 
-def test_a_sliding_window_bounds_the_context_since_a_rotating_cache_cannot_be_rewound(tiny: Tiny) -> None:
+def test_a_sliding_window_does_not_bound_the_context(tiny: Tiny) -> None:
     change(tiny, model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=32)
     with tiny.engine(context=None) as engine:
-        assert engine.plan.context == 32
-    with pytest.raises(EesdError, match="context must be from 8 to 32"):
-        tiny.engine(context=64)
-    change(tiny, use_sliding_window=False)
-    with tiny.engine(context=64) as engine:
+        assert engine.plan.context == 512
+
+
+def test_a_context_beyond_dynamic_ropes_original_one_is_refused_by_name(tiny: Tiny) -> None:
+    change(tiny, rope_scaling={"type": "dynamic", "factor": 2.0}, max_position_embeddings=64)
+    with tiny.engine(context=None) as engine:
         assert engine.plan.context == 64
+    with pytest.raises(ModelError, match="96 positions: rope scaling 'dynamic' is supported up to .* context of 64"):
+        tiny.engine(context=96)
 
 
 def test_a_float16_checkpoint_runs_on_a_cpu(tiny: Tiny) -> None:

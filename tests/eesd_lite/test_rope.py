@@ -72,7 +72,7 @@ def test_llama3_falls_back_to_the_models_own_context() -> None:
     assert torch.equal(first[0], second[0])
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "yarn", "longrope"])
+@pytest.mark.parametrize("kind", ["yarn", "longrope"])
 def test_scaling_that_depends_on_the_length_is_refused(kind: str) -> None:
     with pytest.raises(ModelError, match=f"'{kind}' is not supported"):
         rope_tables(config(64, 10000.0, RopeScaling(rope_type=kind, factor=2.0)), 10)

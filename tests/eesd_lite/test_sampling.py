@@ -234,10 +234,10 @@ def test_padding_beyond_the_tokenizer_is_never_chosen(settings: dict[str, Any]) 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_logit_that_is_not_finite_is_reported_with_token_and_remedy(value: float, temperature: float) -> None:
+def test_a_logit_that_is_not_finite_is_reported_with_token_and_position(value: float, temperature: float) -> None:
     logits = random_logits(50)
     logits[17] = value
-    with pytest.raises(ModelError, match=r"token 17 at position 4.*float32"):
+    with pytest.raises(ModelError, match=r"token 17 at position 4"):
         Sampler(SamplingParams(temperature=temperature), 50).choose(logits, 4)
 
 

@@ -1,108 +1,86 @@
-"""Our float32 forward against transformers on the exact weights: the oracle of everything else.
+"""Our float32 forward against transformers on the exact weights, for every family: the oracle of everything else.
 
-Two implementations in float32 differ by rounding alone, here by about 1e-6 of the logits; 1e-5 is allowed.
+Two implementations in float32 differ by rounding alone, here by some 1e-6 of the logits; 1e-5 is allowed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from eesd_lite.cache import Rows
 from eesd_lite.engine import Engine
+from tests.families import LENGTH, SPECS, prefill, reference_logits, relative_errors, step_by_step, text
 from tests.tiny import Tiny, TinySpec
 
 TinyOf = Callable[[TinySpec], Tiny]
 EngineOf = Callable[..., Engine]
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
+FORMATS = {  # of the checkpoint, not of the family
+    "one key-value head, act-order": TinySpec(seed=21, kv_heads=1, desc_act=True, sym=False, positions=640, layers=2),
+    "biases, one group, version 2": TinySpec(
+        seed=23, bias="real", group=-1, version=2, sym=False, positions=640, layers=2
+    ),
+    "zero biases everywhere": TinySpec(seed=24, bias="zero", positions=640, layers=2),
 }
-SPECS = {
-    "grouped queries": TinySpec(seed=20),
-    "one key-value head, act-order": TinySpec(seed=21, kv_heads=1, desc_act=True, sym=False),
-    "no grouping, tied": TinySpec(seed=22, kv_heads=4, tied=True, group=64),
-    "biases, one group": TinySpec(seed=23, bias="real", group=-1, version=2, sym=False),
-    "wider heads than hidden/heads": TinySpec(seed=24, head_dim=32, hidden=96, group=32),
-    "llama3 rope": TinySpec(seed=25, config={"rope_scaling": LLAMA3, "rope_theta": 500000.0}),
-    "linear rope": TinySpec(seed=26, config={"rope_scaling": {"type": "linear", "factor": 4.0}}),
-}
+STEPS = 16  # at the end: test_invariants and test_exactness show for all positions that steps equal a prefill
 
 
-def reference(tiny: Tiny) -> Any:
-    """transformers' model with the exact weights of `tiny`, float32, eager attention."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig.from_pretrained(tiny.folder)
-    for key in ("quantization_config",):
-        if hasattr(config, key):
-            delattr(config, key)
-    config._attn_implementation = "eager"
-    config.dtype = torch.float32
-    model = LlamaForCausalLM(config).to(torch.float32).eval()
-    weights = dict(tiny.weights)
-    if tiny.spec.bias == "real":  # transformers' attention_bias puts one on o_proj too
-        for layer in range(tiny.spec.layers):
-            weights[f"model.layers.{layer}.self_attn.o_proj.bias"] = torch.zeros(tiny.spec.hidden)
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    assert not unexpected and set(missing) <= ({"lm_head.weight"} if tiny.spec.tied else set()), (missing, unexpected)
-    return model
-
-
-@torch.inference_mode()
-def prefill(engine: Engine, ids: list[int]) -> Tensor:
-    target, rows = engine.target, Rows.chain(0, len(ids))
-    return target.logits(target.upper(target.lower(target.embed(ids), rows), rows))
-
-
-@torch.inference_mode()
-def step_by_step(engine: Engine, ids: list[int]) -> Tensor:
-    target, found = engine.target, []
-    for place, token in enumerate(ids):
-        rows = Rows.chain(place, 1)
-        found.append(target.logits(target.upper(target.lower(target.embed([token]), rows), rows)))
-    return torch.cat(found)
-
-
-def relative_errors(found: Tensor, expected: Tensor) -> Tensor:
-    """One for each position."""
-    return (found - expected).norm(dim=1) / expected.norm(dim=1)
-
-
-@pytest.mark.parametrize("name", SPECS)
-def test_float32_logits_are_those_of_transformers_to_position_300(
+@pytest.mark.parametrize("name", [*SPECS, *FORMATS])
+def test_float32_logits_are_those_of_transformers_at_positions_0_to_600(
     tiny_of: TinyOf, engine_of: EngineOf, name: str
 ) -> None:
+    spec, ids = (SPECS | FORMATS)[name], text()
+    engine = engine_of(spec, dtype="float32", context=LENGTH + 7)
+    expected = reference_logits(tiny_of(spec), ids)
+    found = prefill(engine, ids)
+    assert relative_errors(found, expected).max() <= 1e-5
+    steps = step_by_step(engine, ids[-STEPS:], start=LENGTH - STEPS)
+    assert torch.equal(steps, found[-STEPS:]), "a step gives other bits than the prefill"
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("Llama 3: llama3 rope", {"rope_scaling": None}),
+        ("Llama: linear rope", {"rope_scaling": None}),
+        ("Mistral: window of 48", {"sliding_window": None}),
+        ("Qwen2: window of 40 from layer 1 on", {"max_window_layers": 2}),
+        ("SmolLM3: layer 1 not rotated", {"no_rope_layers": [1, 1, 1]}),
+    ],
+)
+def test_what_sets_a_family_apart_matters_at_position_600(
+    tiny_of: TinyOf, engine_of: EngineOf, name: str, change: dict[str, object]
+) -> None:
+    """Negative controls: without the setting, the comparison above would fail by orders of magnitude."""
     spec = SPECS[name]
-    ids = [(13 * n * n + 7) % 250 for n in range(300)]
-    engine = engine_of(spec, dtype="float32", context=320)
-    with torch.inference_mode():
-        expected = reference(tiny_of(spec))(torch.tensor([ids])).logits[0]
-    assert relative_errors(prefill(engine, ids), expected).max() <= 1e-5
-    assert relative_errors(step_by_step(engine, ids[:40]), expected[:40]).max() <= 1e-5
+    without = replace(spec, config={**spec.config, **change})
+    with_it, other = (prefill(engine_of(s, dtype="float32", context=LENGTH + 7), text())[-1:] for s in (spec, without))
+    assert relative_errors(other, with_it).item() > 1e-3
 
 
-def test_the_rope_scaling_matters_where_it_should(tiny_of: TinyOf, engine_of: EngineOf) -> None:
-    ids = [(13 * n * n + 7) % 250 for n in range(200)]
-    scaled = SPECS["llama3 rope"]
-    plain = TinySpec(seed=scaled.seed, config={"rope_theta": 500000.0})
-    with_scaling = prefill(engine_of(scaled, dtype="float32", context=320), ids)
-    without = prefill(engine_of(plain, dtype="float32", context=320), ids)
-    assert relative_errors(with_scaling[-1:], without[-1:]).item() > 1e-2
-
-
-@pytest.mark.parametrize("name", ["grouped queries", "one key-value head, act-order", "biases, one group"])
+@pytest.mark.parametrize(
+    "name", ["Llama 2: grouped queries", "Llama: attention_bias and mlp_bias, act-order", "Qwen3: head_dim apart",
+             "Mistral: window of 48", "Qwen2: untied"]
+)  # fmt: skip
 def test_bfloat16_logits_are_near_float32(engine_of: EngineOf, name: str) -> None:
-    ids = [(13 * n * n + 7) % 250 for n in range(100)]
-    exact = prefill(engine_of(SPECS[name], dtype="float32", context=320), ids)
-    fast = prefill(engine_of(SPECS[name], context=320), ids)
+    ids = text(100)
+    exact = prefill(engine_of(SPECS[name], dtype="float32", context=LENGTH + 7), ids)
+    fast = prefill(engine_of(SPECS[name], context=LENGTH + 7), ids)
     # 8 bits of mantissa in weights, activations and caches; 2 % is typical, random models amplify single positions.
     assert relative_errors(fast, exact).median() < 0.05
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", [
+    "Llama: attention_bias and mlp_bias, act-order", "Mistral: window of 48", "Qwen2: window of 40 from layer 1 on",
+    "Qwen3: attention_bias, a window in layer 1", "SmolLM3: no_rope_layer_interval, window",
+])  # fmt: skip
+def test_k_rows_of_a_verification_equal_k_single_rows_bit_for_bit(engine_of: EngineOf, name: str, dtype: str) -> None:
+    engine, ids = engine_of(SPECS[name], dtype=dtype, context=LENGTH + 7), text(90)
+    prefill(engine, ids[:70])
+    single = step_by_step(engine, ids[70:], start=70)
+    for count in (2, 3, 5, 8, 20):
+        assert torch.equal(prefill(engine, ids[70 : 70 + count], start=70), single[:count]), f"{count} rows"

@@ -10,8 +10,8 @@ from torch import Tensor
 from eesd_lite.config import ModelConfig
 from eesd_lite.distill.ridge import TargetParts
 from eesd_lite.distill.state_cache import StateCache, StateCacheWriter
-from eesd_lite.head_file import HeadShape, layer_names
-from eesd_lite.rope import rope_tables
+from eesd_lite.head_file import HeadShape
+from eesd_lite.rope import layer_reaches
 
 
 class Tiny:
@@ -42,12 +42,12 @@ class Tiny:
 
     def parts(self, exit_layers: tuple[int, ...] = (1,)) -> TargetParts:
         head = self.head()
-        layer = {name: head[f"layer.{name}"] for name in layer_names()}
+        layer = {name: head[f"layer.{name}"] for name in self.shape.layer_shapes()}
         width = self.shape.hidden_size
         return TargetParts(
             shape=self.shape,
             rms_norm_eps=self.config.rms_norm_eps,
-            rope=rope_tables(self.config, 128),
+            reaches=layer_reaches(self.config, 128),
             layers=dict.fromkeys(exit_layers, layer),
             norm=torch.ones(width),
             lm_head=torch.randn(self.config.vocab_size, width, generator=torch.Generator().manual_seed(1)) * 0.3,

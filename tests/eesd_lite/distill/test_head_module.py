@@ -8,7 +8,7 @@ from eesd_lite.distill.head_module import ExitHead, Packing
 
 def module(tiny, compute: torch.dtype = torch.float32) -> ExitHead:  # type: ignore[no-untyped-def]
     parts = tiny.parts()
-    return ExitHead(tiny.shape, parts.rope, eps=parts.rms_norm_eps, compute=compute).load(tiny.head())
+    return ExitHead(tiny.shape, parts.reaches[1], eps=parts.rms_norm_eps, compute=compute).load(tiny.head())
 
 
 def run(head: ExitHead, states: torch.Tensor, lengths: list[int]) -> torch.Tensor:

@@ -31,7 +31,7 @@ def test_agreement_and_overlap_by_hand() -> None:
 
 def test_thinning_judges_about_as_many_positions_as_asked_for(tiny, small_cache) -> None:  # type: ignore[no-untyped-def]
     parts = tiny.parts()
-    head = ExitHead(tiny.shape, parts.rope, eps=1e-5).load(tiny.head())
+    head = ExitHead(tiny.shape, parts.reaches[1], eps=1e-5).load(tiny.head())
     everything = measure(head, small_cache, 1, parts, sequences=range(0, 60))
     assert everything.positions == small_cache.meta.tokens
     thinned = measure(head, small_cache, 1, parts, sequences=range(0, 60), positions=200)

@@ -13,7 +13,7 @@ from eesd_lite.errors import PrepareError
 def test_the_closed_form_finds_an_affine_map_that_exists(tiny, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """Final states that are exactly an affine map of the layer's output: all choices agree with the target's."""
     parts = tiny.parts()
-    head = ExitHead(tiny.shape, parts.rope, eps=1e-5).load(tiny.head())
+    head = ExitHead(tiny.shape, parts.reaches[1], eps=1e-5).load(tiny.head())
     generator = torch.Generator().manual_seed(2)
     matrix, bias = torch.randn(64, 64, generator=generator) / 8, torch.randn(64, generator=generator)
     with StateCacheWriter(tmp_path, hidden_size=64, exit_layers=[1], fingerprint="x", rope={}) as writer:
