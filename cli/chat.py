@@ -6,61 +6,30 @@ whole is one question. The answer goes to stdout, everything else to stderr. Arg
 
 from __future__ import annotations
 
-import difflib
+import os
 import sys
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
+from cli.chat_config import apply_config, config_path
+from cli.chat_file import NamedSession, read_chat, session_names
+from cli.chat_settings import ChatSettings
 from cli.common import INTERRUPTED, Rate, Size, is_terminal, program_name, reports_errors, weights_option
-from cli.prompt_line import PromptLine
+from cli.interrupts import Terminated, raising_terminated
 from cli.render import ProgressDisplay
-from cli.session import ChatEngine, Session, complain, note
+from cli.session import ChatEngine, note
+from cli.talk import Chat, OpenEngine, open_chat, talk
 from eesd_lite.controller import any_controller
-from eesd_lite.errors import USER_ERRORS, EesdError
+from eesd_lite.errors import EesdError
 from eesd_lite.params import SamplingParams
 from eesd_lite.progress import Progress
 from eesd_lite.templates import FALLBACKS
-from eesd_lite.units import format_size
+from eesd_lite.tiers import HOST_MODES
 
-COMMANDS = {
-    "/help": "this list",
-    "/reset": "forget the conversation (the system prompt stays)",
-    "/stats": "figures of the whole session, and what the controller believes",
-    "/quit": "leave (as Ctrl-D does)",
-}
-_HELP = (
-    "Alt-Enter starts a new line, Enter sends; a pasted text is one question. Ctrl-C stops an answer or empties the "
-    "line. Begin with a space to send a text that starts with '/'."
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatSettings:
-    """All arguments; None leaves a choice to the engine."""
-
-    model: str
-    params: SamplingParams
-    prompt: str | None = None
-    system: str | None = None
-    device_memory: int | None = None
-    resident_layers: int | None = None
-    exit_layer: int | None = None
-    controller: str = "calibrated"
-    head: str | None = None
-    drafter: str = "head"
-    force_head: bool = False
-    weights: str | None = None
-    context: int | None = None
-    threads: int | None = None
-    template: str | None = None
-    throttle: int | None = None
-
-
-OpenEngine = Callable[[ChatSettings, Progress], ChatEngine]
+_CONTROLLERS = ("calibrated", "beta", "fixed:4", "hf", "off")
 
 
 def open_engine(settings: ChatSettings, progress: Progress) -> ChatEngine:
@@ -69,7 +38,11 @@ def open_engine(settings: ChatSettings, progress: Progress) -> ChatEngine:
 
     return Engine.from_pretrained(
         settings.model,
+        device=settings.device,
         device_memory=settings.device_memory,
+        host_memory=settings.host_memory,
+        host_mode=settings.host_mode,
+        plan_file=settings.plan_file,
         resident_layers=settings.resident_layers,
         exit_layer=settings.exit_layer,
         head=settings.head,
@@ -88,91 +61,33 @@ def open_engine(settings: ChatSettings, progress: Progress) -> ChatEngine:
 def run(settings: ChatSettings, open_engine: OpenEngine = open_engine) -> int:
     """The program after its arguments; returns the exit code."""
     question = settings.prompt
-    if question is None and not is_terminal(sys.stdin):
+    if question is None and not settings.plan and not is_terminal(sys.stdin):
         question = _read_stdin()
         if not question.strip():
             note("standard input is empty: nothing to answer")
             return 0
     progress = ProgressDisplay()
-    with progress.showing(f"loading {settings.model}"):
-        engine = open_engine(settings, progress)
     try:
-        session = Session(engine, settings.params, progress, system=settings.system)
-        for line in engine.notices:
-            note(line)
-        if question is not None:
-            session.answer(question)
-            return INTERRUPTED if session.interrupted else 0
-        click.echo(header(settings, engine), err=True)
-        return _talk(session)
-    finally:
-        engine.close()
+        with raising_terminated():
+            chat = open_chat(settings, progress, open_engine)
+            try:
+                return _use(chat, question)
+            finally:
+                progress.stop()
+                chat.leave()
+    except Terminated as ended:
+        note("asked to end" + (f"; session {settings.session!r} is saved" if settings.session else ""))
+        return ended.exit_code
 
 
-def _talk(session: Session) -> int:
-    """Questions and answers until the user leaves."""
-    reader = PromptLine()
-    leaving = False
-    while True:
-        try:
-            text = reader.read()
-        except EOFError:
-            return 0
-        except KeyboardInterrupt:
-            if leaving:
-                return INTERRUPTED
-            leaving = True
-            click.echo("(Ctrl-C again, or Ctrl-D, leaves)", err=True)
-            continue
-        leaving = False
-        if not text.strip():
-            continue
-        if text.startswith("/"):
-            if _command(session, text):
-                return 0
-            continue
-        try:
-            session.answer(text)
-        except USER_ERRORS as error:
-            complain(error)
-
-
-def _command(session: Session, text: str) -> bool:
-    """Carry out a slash command; True when it is time to leave."""
-    name = text.split()[0].lower()
-    if name == "/quit":
-        return True
-    if name == "/help":
-        width = max(map(len, COMMANDS))
-        lines = [f"{command:{width}}  {what}" for command, what in COMMANDS.items()] + [_HELP]
-    elif name == "/reset":
-        session.reset()
-        lines = ["the conversation is forgotten"]
-    elif name == "/stats":
-        lines = session.totals()
-    else:
-        near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.4)
-        lines = [f"no command {name}; did you mean {near[0]}?" if near else f"no command {name}; /help lists them"]
-    click.echo("\n".join(lines), err=True)
-    return False
-
-
-def header(settings: ChatSettings, engine: ChatEngine) -> str:
-    """One line: the model, where its layers are, what drafts."""
-    plan = engine.plan
-    layers = len(plan.tiers)
-    streamed = layers - plan.resident_layers
-    where = f"{layers} layers in memory" if not streamed else f"{plan.resident_layers} of {layers} layers in memory"
-    used = format_size(plan.total_bytes)
-    if settings.device_memory is not None:
-        used += f" of {format_size(settings.device_memory)}"
-    parts = [settings.model, f"{where} ({used})"]
-    if streamed:
-        parts.append(f"{format_size(plan.sweep_bytes)} read per sweep")
-    sources = [f"exit head after layer {plan.exit_layer}"] if plan.exit_layer else []
-    sources += ["repeated text"] if settings.drafter != "head" else []
-    drafts = f"{' and '.join(sources)}, {settings.controller}" if sources else "plain decoding"
-    return f"{', '.join(parts)}, {drafts}. /help lists commands."
+def _use(chat: Chat, question: str | None) -> int:
+    if chat.settings.plan:
+        click.echo("\n".join(chat.plan_lines()))
+        return 0
+    if question is None:
+        return talk(chat)
+    chat.answer(question)
+    return INTERRUPTED if chat.session.interrupted else 0
 
 
 def _read_stdin() -> str:
@@ -194,11 +109,27 @@ def _read_stdin() -> str:
 def make_command(open_engine: OpenEngine = open_engine) -> click.Command:
     """The click command; tests pass an engine of their own."""
 
-    @click.command("eesd-chat", epilog=_EPILOG)
-    @click.argument("model", required=False)
+    @click.command("eesd-chat", epilog=_EPILOG, context_settings={"auto_envvar_prefix": "EESD_CHAT"})
+    @click.argument("model", required=False, shell_complete=_complete_model)
     @click.option("-p", "--prompt", metavar="TEXT", help="Answer this one question and exit; stdin is not read.")
     @click.option("--system", metavar="TEXT", help="System prompt.")
+    @click.option(
+        "--session",
+        metavar="NAME",
+        shell_complete=_complete_session,
+        help="Keep the conversation, and go on with it next time.",
+    )
+    @click.option("--device", default="cpu", show_default=True, metavar="NAME", help="Where to compute: cpu or cuda.")
     @click.option("--device-memory", type=Size(), help="Memory for weights and cache, as 64MiB, 8GB or auto.")
+    @click.option("--host-memory", type=Size(), help="With cuda: memory for layers that do not fit the device.")
+    @click.option(
+        "--host-mode",
+        type=click.Choice(list(HOST_MODES)),
+        default="auto",
+        show_default=True,
+        help="What happens to layers in host memory.",
+    )
+    @click.option("--plan-file", metavar="FILE", help="Repeat the placement in this file, or write it there.")
     @click.option("--resident-layers", type=click.IntRange(min=0), metavar="N", help="Keep N layers in memory.")
     @click.option("--exit-layer", type=click.IntRange(min=1), metavar="N", help="Draft with the layers before N.")
     @click.option(
@@ -207,6 +138,7 @@ def make_command(open_engine: OpenEngine = open_engine) -> click.Command:
         show_default=True,
         metavar="NAME",
         callback=_controller,
+        shell_complete=lambda context, parameter, incomplete: [c for c in _CONTROLLERS if c.startswith(incomplete)],
         help="How much to draft: calibrated, beta, fixed:K, hf or off.",
     )
     @click.option("--head", metavar="PATH|off|instant", help="Exit head file; instant: make one now.")
@@ -230,40 +162,50 @@ def make_command(open_engine: OpenEngine = open_engine) -> click.Command:
     @click.option("--stop", multiple=True, metavar="TEXT", help="End the answer before this text; repeatable.")
     @click.option("--template", type=click.Choice(list(FALLBACKS)), help="Chat layout, instead of the model's own.")
     @click.option("--throttle", type=Rate(), help="Read offloaded layers no faster than this, as 200MB/s.")
+    @click.option("--json", is_flag=True, help="One JSON object per answer: text, ids, finish reason, statistics.")
+    @click.option("--plan", is_flag=True, help="Say which bytes go where, and exit.")
+    @click.option("--plain", is_flag=True, help="Show Markdown as it is written.")
     @click.option("--no-color", is_flag=True, help="No colours; so does the variable NO_COLOR.")
     @reports_errors
     def eesd_chat(**options: Any) -> None:
         """Talk to MODEL: a recipe's name, a folder, or a Hugging Face Hub id.
 
-        Without -p and with a pipe or file as standard input, all of it is one question.
+        Without -p and with a pipe or file as standard input, all of it is one question. The answer goes to standard
+        output, everything else to standard error.
         """
-        sys.exit(run(_settings(options), open_engine))
+        sys.exit(run(_settings(click.get_current_context(), options), open_engine))
 
     return eesd_chat
 
 
-def _settings(options: dict[str, Any]) -> ChatSettings:
+def _settings(context: click.Context, options: dict[str, Any]) -> ChatSettings:
     """Everything that can be wrong with the arguments themselves is found here."""
+    explicit = apply_config(context, options)
+    if not options["model"] and options["session"]:
+        path = NamedSession(options["session"]).path
+        options["model"] = read_chat(path).model if path.exists() else None
     if not options["model"]:
-        from models import RECIPES
+        from cli.model_list import model_lines
 
-        raise click.UsageError(
-            f"which model? Known by name: {', '.join(sorted(RECIPES))}; a folder or Hub id works too"
-        )
+        click.echo("\n".join(model_lines()), err=True)
+        raise click.UsageError("which model?")
+    for name, other in (("device_memory", "resident_layers"), ("resident_layers", "device_memory")):
+        if name in explicit and other not in explicit:
+            options[other] = None  # what was typed now is meant, not what the file says
     if options["device_memory"] is not None and options["resident_layers"] is not None:
         raise click.UsageError("--device-memory and --resident-layers exclude each other")
     if options["prompt"] is not None and not options["prompt"].strip():
         raise click.UsageError("the text after -p is empty")
     if options.pop("no_color"):
-        import os
-
         os.environ["NO_COLOR"] = "1"
+    options["markdown"] = not options.pop("plain")
     sampling = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed", "stop")
     try:
         params = SamplingParams(**{name: options.pop(name) for name in sampling})
     except EesdError as error:
         raise click.UsageError(str(error)) from error
-    return ChatSettings(params=params, **options)
+    explicit |= {"markdown"} if "plain" in explicit else set()
+    return ChatSettings(params=params, explicit=explicit, **options)
 
 
 def _controller(context: click.Context, parameter: click.Parameter, value: str) -> str:
@@ -274,7 +216,21 @@ def _controller(context: click.Context, parameter: click.Parameter, value: str) 
     return value
 
 
-_EPILOG = "Example: eesd-chat smollm2-135m --device-memory 96MiB"
+def _complete_model(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    from cli.model_list import model_names
+
+    names = [CompletionItem(name) for name in model_names() if name.startswith(incomplete)]
+    return [*names, CompletionItem(incomplete, type="dir")]
+
+
+def _complete_session(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    return [name for name in session_names() if name.startswith(incomplete)]
+
+
+_EPILOG = f"""Example: eesd-chat smollm2-135m --device-memory 96MiB
+
+Settings: an option on the command line comes first, then the variable EESD_CHAT_<OPTION> (as EESD_CHAT_TOP_K=20), then
+what --session has kept, then the model's section in {config_path()}, then the rest of that file, then the defaults."""
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -35,7 +35,7 @@ class ProgressDisplay:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._live = is_terminal(sys.stderr) and os.environ.get("TERM", "dumb") != "dumb"
+        self._live = obeys_escapes(sys.stderr)
         self._lock = threading.RLock()
         self._timer: threading.Timer | None = None
         self._bar: RichProgress | None = None
@@ -134,9 +134,17 @@ class ProgressDisplay:
 
 def dim(text: str) -> str:
     """Less prominent on a terminal with colours, unchanged elsewhere."""
-    if is_terminal(sys.stderr) and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb":
-        return click.style(text, dim=True)
-    return text
+    return click.style(text, dim=True) if shows_colors(sys.stderr) else text
+
+
+def shows_colors(stream: TextIO | None) -> bool:
+    """Whether colours may go there: a terminal that is not dumb, and nobody said no."""
+    return obeys_escapes(stream) and not os.environ.get("NO_COLOR")
+
+
+def obeys_escapes(stream: TextIO | None) -> bool:
+    """Whether a stream is a terminal that can move its cursor."""
+    return is_terminal(stream) and os.environ.get("TERM", "dumb") not in ("dumb", "")
 
 
 def printable(text: str) -> str:
@@ -146,32 +154,63 @@ def printable(text: str) -> str:
     return "".join(c if c in "\n\t" or not _is_control(c) else _spelt(c) for c in text)
 
 
-def answer_line(stats: Stats, ending: str = "") -> str:
-    """One line about one answer."""
-    parts = [f"{stats.emitted} tokens", f"{stats.tokens_per_second:.1f} tokens/s"]
+def answer_line(stats: Stats, first_token: float | None = None, ending: str = "") -> str:
+    """One line about one answer; `first_token` is how many seconds it took to appear."""
+    counted = "1 token" if stats.emitted == 1 else f"{stats.emitted} tokens"
+    parts = [counted, f"{stats.tokens_per_second:.1f} tokens/s"]
     if stats.drafted:
-        parts += [f"tau {stats.tau:.2f}", f"{stats.accepted} of {stats.drafted} drafted accepted"]
-    parts.append(f"{format_size(read_bytes(stats))} read")
-    parts.append(f"prompt {stats.prefilled_tokens} tokens in {stats.prefill_seconds:.1f} s")
+        parts += [f"tau {stats.tau:.2f}", f"draft {stats.drafted / stats.rounds:.1f}"]
+    parts.append(f"{format_size(read_bytes(stats) // max(stats.emitted, 1))}/token")
+    if first_token is not None:
+        parts.append(f"first after {first_token:.1f} s")
     return ", ".join([*parts, ending] if ending else parts)
 
 
 def totals(stats: Stats, belief: dict[str, Any]) -> list[str]:
-    """Lines of `/stats`."""
+    """Lines of `/stats`: the whole session, a chart of the rounds by accepted drafts, what the controller learned."""
+    seconds = stats.prefill_seconds + stats.decode_seconds
     lines = [
-        answer_line(stats),
-        f"rounds {stats.rounds}, sweeps {stats.sweeps}, acceptance rate {stats.acceptance_rate:.2f}, "
-        f"cut tokens {stats.cut}, passes through the exit head {stats.draft_forwards}",
+        f"answers    {stats.emitted} tokens at {stats.tokens_per_second:.1f} tokens/s, {seconds:.1f} s of work in all",
+        f"prompts    {stats.prompt_tokens} tokens, of which {stats.prefilled_tokens} were read "
+        f"({stats.prefill_tokens_per_second:.0f} tokens/s), the others were in the cache",
+        f"read       {format_size(read_bytes(stats))} of offloaded weights in {stats.sweeps} sweeps, "
+        f"{format_size(read_bytes(stats) // max(stats.emitted, 1))} a token",
     ]
-    if stats.accepted_length_histogram:
-        counts = ", ".join(f"{length}: {n}" for length, n in enumerate(stats.accepted_length_histogram))
-        lines.append(f"rounds by number of accepted drafts: {counts}")
+    if stats.rounds:
+        drafted = f"{stats.drafted / stats.rounds:.1f} drafted a round, {stats.acceptance_rate:.0%} of them kept"
+        lines.append(f"rounds     {stats.rounds}, tau {stats.tau:.2f}; {drafted}; {stats.cut} tokens cut at an end")
+        lines += ["rounds by the number of drafts that were kept:"]
+        lines += [f"  {line}" for line in _bars([(str(n), c) for n, c in enumerate(stats.accepted_length_histogram)])]
+    return lines + _belief_lines(belief)
+
+
+def _bars(counts: list[tuple[str, int]]) -> list[str]:
+    """A chart of counts, one line each."""
+    most = max(count for _, count in counts)
+    width = max(len(name) for name, _ in counts)
+    number = max(len(str(count)) for _, count in counts)
+    return [f"{name:>{width}}  {count:>{number}}  {'#' * round(40 * count / most)}".rstrip() for name, count in counts]
+
+
+def _belief_lines(belief: dict[str, Any]) -> list[str]:
+    """What a controller believes: numbers, lists, and tables where there is an entry for every level."""
+    lines = ["the controller believes:"] if belief else []
     for key, value in belief.items():
+        name = key.replace("_", " ")
         if isinstance(value, (list, tuple)) and value and isinstance(value[0], dict):
-            lines += [f"controller {key}: {_short(item)}" for item in value]
+            lines += [f"  {line}" for line in _table(name, list(value))]
         else:
-            lines.append(f"controller {key}: {_short(value)}")
+            lines.append(f"  {name}: {_short(value)}")
     return lines
+
+
+def _table(name: str, rows: list[dict[str, Any]]) -> list[str]:
+    """One line per row below the names of the columns."""
+    heads = [key.replace("_", " ") for key in rows[0]]
+    cells = [[_short(row.get(key)) for key in rows[0]] for row in rows]
+    widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
+    lines = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in [heads, *cells]]
+    return [f"{name + ':' if n == 0 else '':{len(name) + 1}}  {line}".rstrip() for n, line in enumerate(lines)]
 
 
 def read_bytes(stats: Stats) -> int:

@@ -6,34 +6,29 @@ was shown is what is remembered, token for token, also when an answer is stopped
 
 from __future__ import annotations
 
+import json
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import click
 
+from cli.answer_view import DraftView, Event, NoView, PlainView, View, write
 from cli.common import is_terminal, program_name
 from cli.interrupts import Interrupts
-from cli.render import ProgressDisplay, answer_line, dim, printable, totals
+from cli.markdown_view import MarkdownView
+from cli.render import ProgressDisplay, answer_line, dim, obeys_escapes, shows_colors, totals
 from eesd_lite.params import SamplingParams
+from eesd_lite.progress import Progress
 from eesd_lite.stats import Stats
 
 _ENDINGS = {
     "length": "cut at --max-new-tokens {0.max_new_tokens}",
     "context": "cut: the context is full",
 }
-
-
-class Event(Protocol):
-    """What `Engine.generate` yields."""
-
-    @property
-    def token_id(self) -> int | None: ...
-    @property
-    def text(self) -> str: ...
-    @property
-    def finish_reason(self) -> str | None: ...
 
 
 class ChatEngine(Protocol):
@@ -47,13 +42,18 @@ class ChatEngine(Protocol):
     def plan(self) -> Any: ...
     @property
     def notices(self) -> Sequence[str]: ...
-    def generate(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[Any]: ...
+    def generate(self, prompt: Sequence[int], params: SamplingParams, progress: Progress) -> Iterator[Any]: ...
+    @property
+    def cached_ids(self) -> Sequence[int]: ...
+    def set_controller(self, spec: str) -> None: ...
+    def save_prefix(self, path: Path) -> None: ...
+    def load_prefix(self, path: Path) -> int: ...
     def reset(self) -> None: ...
     def close(self) -> None: ...
 
 
 class Session:
-    """The engine, the conversation, and where the answer goes."""
+    """The engine, the conversation, and where the answer goes. Public attributes are what `/set` changes."""
 
     def __init__(
         self,
@@ -62,43 +62,78 @@ class Session:
         progress: ProgressDisplay,
         *,
         system: str | None = None,
+        markdown: bool = True,
+        as_json: bool = False,
+        show_drafts: bool = False,
     ) -> None:
         from eesd_lite.chat import Conversation  # not needed before there is a model
 
-        self._engine = engine
-        self._codec = engine.text
-        self._params = replace(params, stop=(*params.stop, *self._codec.stop))
-        self._progress = progress
-        self._conversation = Conversation(
-            self._codec, system, context=engine.plan.context, reserve=params.max_new_tokens
+        self.params = params
+        self.markdown, self.show_drafts = markdown, show_drafts
+        self.conversation = Conversation(
+            engine.text, system, context=engine.plan.context, reserve=params.max_new_tokens
         )
-        self._raw = not is_terminal(sys.stdout)
         self.interrupted = False
+        self._engine, self._codec = engine, engine.text
+        self._progress = progress
+        self._as_json = as_json
+        self._attempts = 0  # of the last question
 
-    def answer(self, question: str) -> None:
-        """Ask the model and show what it says; `interrupted` tells whether Ctrl-C stopped it."""
-        ids = self._conversation.ask(question)
-        for notice in self._conversation.take_notices():
-            note(notice)
+    def answer(self, question: str, *, attempt: int = 0) -> None:
+        """Ask the model and show what it says; `interrupted` tells whether Ctrl-C stopped it.
+
+        Each further attempt at a question has a seed of its own. Raises Terminated when the answer is kept.
+        """
+        ids = self.conversation.ask(question)
+        self.say_notices()
+        self._attempts = attempt
+        stop = (*self.params.stop, *self._codec.stop)
+        params = replace(self.params, stop=stop, seed=(self.params.seed + attempt) % 2**64)
         before = self._engine.stats.snapshot()
         shown = _Shown()
+        view = self._view()
         try:
-            self._run(ids, shown)
+            self._run(ids, params, shown, view)
+        except Exception as error:
+            shown.error = " ".join(str(error).split())
+            raise
         finally:
             self._progress.stop()
             self._keep(shown)
-            if shown.text and not shown.text.endswith("\n"):
-                write_answer("\n")
+            view.end()
+            stats = self._engine.stats.since(before)
+            if self._as_json:
+                write(f"{json.dumps(self._report(shown, params, len(ids), stats))}\n")
         if self.interrupted and not shown.ids:
             note("stopped before the first token: the question is forgotten")
             return
-        ending = "stopped" if self.interrupted else _ENDINGS.get(shown.finish_reason or "", "").format(self._params)
-        click.echo(dim(f"[{answer_line(self._engine.stats.since(before), ending)}]"), err=True)
+        ending = "stopped" if self.interrupted else _ENDINGS.get(shown.finish_reason or "", "").format(params)
+        click.echo(dim(f"[{answer_line(stats, shown.first_token, ending)}]"), err=True)
+
+    def retry(self) -> bool:
+        """Another answer to the last question, with the next seed; False if there is no question."""
+        turn = self.conversation.undo()
+        if turn is None:
+            return False
+        if self.params.greedy:
+            note("temperature 0 gives the same answer again; /set temperature 0.7 would not")
+        turns = len(self.conversation.turns)
+        try:
+            self.answer(turn.question, attempt=self._attempts + 1)
+        finally:
+            if len(self.conversation.turns) == turns:  # nothing new was said
+                self.conversation.again(turn)
+        return True
 
     def reset(self) -> None:
         """Forget the conversation, except for the system prompt."""
-        self._conversation.reset()
+        self.conversation.reset()
         self._engine.reset()
+
+    def say_notices(self) -> None:
+        """What the conversation has to say, each once."""
+        for notice in self.conversation.take_notices():
+            note(notice)
 
     def totals(self) -> list[str]:
         """What `/stats` says."""
@@ -108,18 +143,31 @@ class Session:
             return totals(self._engine.stats, {})
         return totals(self._engine.stats, controller.belief())
 
-    def _run(self, ids: list[int], shown: _Shown) -> None:
+    def _view(self) -> View:
+        if self._as_json:
+            return NoView()
+        if self.show_drafts and is_terminal(sys.stdout):
+            return DraftView(self._codec, colors=shows_colors(sys.stdout))
+        # A dumb terminal cannot be painted over; whoever wants no colours gets no bold headings either.
+        if self.markdown and shows_colors(sys.stdout) and obeys_escapes(sys.stdout):
+            return MarkdownView()
+        return PlainView(terminal=is_terminal(sys.stdout))
+
+    def _run(self, ids: list[int], params: SamplingParams, shown: _Shown, view: View) -> None:
         self.interrupted = False
+        started = time.monotonic()
         with Interrupts() as interrupts, self._progress.showing(f"reading the prompt ({len(ids)} tokens)", delay=0.4):
-            events = self._engine.generate(ids, self._params)
+            events = self._engine.generate(ids, params, self._progress)
             try:
                 while not interrupts.pending:
                     with interrupts.waiting():
                         event = next(events, None)
                     if event is None:
                         break
-                    self._progress.stop()
-                    self._show(event, shown)
+                    if shown.first_token is None:
+                        shown.first_token = time.monotonic() - started
+                        self._progress.stop()
+                    self._show(event, shown, view)
             except KeyboardInterrupt:
                 interrupts.pending = True
             finally:
@@ -127,8 +175,10 @@ class Session:
                 close = getattr(events, "close", None)
                 if close is not None:
                     close()
+        if interrupts.terminated is not None:
+            raise interrupts.terminated
 
-    def _show(self, event: Event, shown: _Shown) -> None:
+    def _show(self, event: Event, shown: _Shown, view: View) -> None:
         if event.token_id is not None:
             shown.ids.append(event.token_id)
         elif event.finish_reason == "stop" and event.text:
@@ -138,15 +188,24 @@ class Session:
         text = event.text
         if self._codec.template.stop and not shown.text.strip():
             text = text.lstrip(" ")  # layouts of plain text end in "Assistant:", and the answer begins with a space
-        if text:
-            write_answer(text if self._raw else printable(text))
+        shown.visible += text
         shown.text += event.text
+        view.show(text, event)
 
     def _keep(self, shown: _Shown) -> None:
         if shown.ids:
-            self._conversation.answered(shown.ids, shown.text)
+            self.conversation.answered(shown.ids, shown.text)
         else:
-            self._conversation.withdraw()
+            self.conversation.withdraw()
+
+    def _report(self, shown: _Shown, params: SamplingParams, prompt_tokens: int, stats: Stats) -> dict[str, Any]:
+        """What `--json` says about one answer."""
+        reason = "error" if shown.error else "interrupted" if self.interrupted else shown.finish_reason
+        report: dict[str, Any] = {
+            "text": shown.visible, "ids": shown.ids, "finish_reason": reason, "prompt_tokens": prompt_tokens,
+            "seed": params.seed, "first_token_seconds": shown.first_token, "stats": stats.as_dict(),
+        }  # fmt: skip
+        return report | ({"error": shown.error} if shown.error else {})
 
 
 class _Shown:
@@ -154,15 +213,11 @@ class _Shown:
 
     def __init__(self) -> None:
         self.ids: list[int] = []
-        self.text = ""
+        self.text = ""  # as the model wrote it
+        self.visible = ""  # as it is shown
         self.finish_reason: str | None = None
-
-
-def write_answer(text: str) -> None:
-    """Part of the answer, at once."""
-    if sys.stdout is not None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        self.first_token: float | None = None  # seconds
+        self.error = ""
 
 
 def note(text: str) -> None:
@@ -170,6 +225,6 @@ def note(text: str) -> None:
     click.echo(f"{program_name()}: note: {text}", err=True)
 
 
-def complain(error: Exception) -> None:
+def complain(error: BaseException) -> None:
     """An error that does not end the session."""
     click.echo(f"{program_name()}: error: {' '.join(str(error).split())}", err=True)

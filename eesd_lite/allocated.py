@@ -29,7 +29,7 @@ def allocated_bytes(engine: Engine) -> dict[str, dict[str, int]]:
         ("device", "rope tables", target.reaches),
         ("host", "KV cache", target.kv.host_data),
         ("device", "KV cache", target.kv),
-        ("device", "exit head KV cache", getattr(head, "_kv", None)),
+        ("device", "exit head KV cache", getattr(head, "kv", None)),
         ("device", "resident layers", bank.resident),
         ("host", "layers to compute", bank.computed_on_host),
         ("host", "layers to stream", getattr(streamer, "host", None)),

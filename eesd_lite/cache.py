@@ -148,6 +148,15 @@ class KVCache:
         assert 0 <= index < self.num_layers, f"layer {index} of {self.num_layers}"
         return self._pairs[index]
 
+    def read(self, index: int, tokens: int) -> torch.Tensor:
+        """A copy on the CPU of one layer's first entries: [2, num_key_value_heads, tokens, head_dim]."""
+        return torch.stack([part[:, :tokens] for part in self._pairs[index]]).cpu()
+
+    def write(self, index: int, entries: torch.Tensor) -> None:
+        """Put back what `read` gave."""
+        for part, saved in zip(self._pairs[index], entries, strict=True):
+            part[:, : entries.shape[2]].copy_(saved)
+
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy slot sources[i] to targets[i] in every layer; all sources are read before any target is written."""
         assert len(sources) == len(targets), f"{len(sources)} sources for {len(targets)} targets"

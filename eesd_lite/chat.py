@@ -19,7 +19,9 @@ _FREED = 0.25
 
 
 @dataclass(frozen=True)
-class _Turn:
+class Turn:
+    """A question and its answer; `answer_ids` are what the model produced, an end-of-turn id included if it came."""
+
     question: str
     answer: str
     answer_ids: tuple[int, ...]
@@ -34,13 +36,44 @@ class Conversation:
         self._codec = codec
         self._system = system
         self._context = context
-        self._reserve = min(reserve, context // 4) if context is not None else reserve
-        self._turns: list[_Turn] = []
+        self.reserve_for_answer(reserve)
+        self._turns: list[Turn] = []
+        self._left: list[Turn] = []  # older turns, which are no longer in the context
         self._asked: str | None = None
         self._known: dict[tuple[str, str], Continuation | None] = {}
         self._notices: list[str] = list(codec.notices)
-        if system and codec.folds_system:
+        self._folding_said = False
+        self._say_folding()
+
+    @property
+    def system(self) -> str | None:
+        """The system prompt."""
+        return self._system
+
+    @system.setter
+    def system(self, text: str | None) -> None:
+        self._system = text or None
+        self._known.clear()
+        self._say_folding()
+
+    def _say_folding(self) -> None:
+        if self._system and self._codec.folds_system and not self._folding_said:
+            self._folding_said = True
             self._notices.append("the chat template takes no system prompt: it goes in front of the first question")
+
+    def reserve_for_answer(self, tokens: int) -> None:
+        """Room that a question leaves for its answer; at most a quarter of the context."""
+        self._reserve = min(tokens, self._context // 4) if self._context is not None else tokens
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """All turns, oldest first, also those that are no longer in the context."""
+        return (*self._left, *self._turns)
+
+    @property
+    def forgotten(self) -> int:
+        """How many of the oldest turns are no longer in the context."""
+        return len(self._left)
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -67,27 +100,46 @@ class Conversation:
                     f"the message needs {len(ids)} tokens with its template, the context holds {self._context}: "
                     "shorten it or start with a larger --context"
                 )
-        dropped = len(self._turns) - len(kept)
-        if dropped:
-            turns = "turn is" if dropped == 1 else f"{dropped} turns are"
-            self._notices.append(f"the context of {self._context} tokens is full: the oldest {turns} forgotten")
-        self._turns = kept
+        self._leave(len(self._turns) - len(kept))
         self._asked = text
         return ids
+
+    def _leave(self, count: int) -> None:
+        """The oldest turns go; that is said once, because in a full context it goes on for ever."""
+        if count and not self._left:
+            self._notices.append(
+                f"the context of {self._context} tokens is full: from now on the oldest turns leave it "
+                f"({count} now); the system prompt stays"
+            )
+        self._left, self._turns = [*self._left, *self._turns[:count]], self._turns[count:]
 
     def answered(self, ids: Sequence[int], text: str) -> None:
         """Keep the answer to the last question: the ids that were emitted, complete or cut short."""
         assert self._asked is not None, "answered() without ask()"
-        self._turns = [*self._turns, _Turn(self._asked, text, tuple(ids))]
+        self._turns = [*self._turns, Turn(self._asked, text, tuple(ids))]
         self._asked = None
 
     def withdraw(self) -> None:
         """Forget the last question, to which there was no answer."""
         self._asked = None
 
+    def undo(self) -> Turn | None:
+        """Take the last turn back; None if there is none."""
+        if not self._turns and not self._left:
+            return None
+        return (self._turns or self._left).pop()
+
+    def again(self, turn: Turn) -> None:
+        """Put back what `undo` took."""
+        self._turns = [*self._turns, turn]
+
     def reset(self) -> None:
         """Forget everything but the system prompt."""
-        self._turns, self._asked = [], None
+        self.restore((), 0)
+
+    def restore(self, turns: Sequence[Turn], forgotten: int) -> None:
+        """Go on from these turns, of which the first `forgotten` are not in the context."""
+        self._left, self._turns, self._asked = list(turns[:forgotten]), list(turns[forgotten:]), None
         self._known.clear()
 
     def take_notices(self) -> list[str]:
@@ -98,7 +150,7 @@ class Conversation:
     def _opening(self) -> list[dict[str, str]]:
         return [{"role": "system", "content": self._system}] if self._system else []
 
-    def _ids(self, turns: Sequence[_Turn], question: str) -> list[int]:
+    def _ids(self, turns: Sequence[Turn], question: str) -> list[int]:
         questions = [*(turn.question for turn in turns), question]
         ids = self._codec.render_chat([*self._opening(), _user(questions[0])])
         for turn, before, after in zip(turns, questions, questions[1:], strict=False):
@@ -122,7 +174,7 @@ class Conversation:
             )
         return self._known[before, after]
 
-    def _rendered_whole(self, turns: Sequence[_Turn], question: str) -> list[int]:
+    def _rendered_whole(self, turns: Sequence[Turn], question: str) -> list[int]:
         messages = self._opening()
         for turn in turns:
             messages += [_user(turn.question), {"role": "assistant", "content": turn.answer}]

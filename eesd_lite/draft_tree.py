@@ -52,6 +52,14 @@ class DraftTree:
         """The child of `node` that was added first: the likeliest."""
         return next((other for other in range(node + 1, len(self.tokens)) if self.parents[other] == node), None)
 
+    def line_below(self, node: int) -> tuple[int, ...]:
+        """Tokens of the line that was drafted first below `node`: what is lost when none of its children is kept."""
+        tokens, child = [], self.first_child(node)
+        while child is not None:
+            tokens.append(self.tokens[child])
+            child = self.first_child(child)
+        return tuple(tokens)
+
     @property
     def is_chain(self) -> bool:
         """Whether node i hangs below node i - 1 throughout."""

@@ -19,13 +19,14 @@ class TokenEvent:
     """One emitted token. The last event has a `finish_reason`: eos, stop, length or context.
 
     `token_id` is None only in a last event that hands over text which was held back, or the part of a token before a
-    stop string. `drafted` says whether the exit head had proposed the token.
+    stop string. `drafted` says whether the exit head had proposed the token, `rejected` what it had proposed instead.
     """
 
     token_id: int | None
     text: str
     drafted: bool
     finish_reason: str | None
+    rejected: tuple[int, ...] = ()  # drafted ids that this token put an end to, in order; for a view of the drafts
 
 
 class TextStream(Protocol):
@@ -41,6 +42,7 @@ class _Held:
     token_id: int
     text: str
     drafted: bool
+    rejected: tuple[int, ...] = ()
 
 
 class Emitter:
@@ -54,13 +56,13 @@ class Emitter:
         self.finished = False
         self.emitted_ids: list[int] = []
 
-    def push(self, token_id: int, drafted: bool) -> Iterator[TokenEvent]:
+    def push(self, token_id: int, drafted: bool, rejected: tuple[int, ...] = ()) -> Iterator[TokenEvent]:
         """Events that have become certain with this token."""
         assert not self.finished, token_id
         if token_id in self._eos:
-            yield from self._close("eos", _Held(token_id, "", drafted))
+            yield from self._close("eos", _Held(token_id, "", drafted, rejected))
             return
-        self._held.append(_Held(token_id, self._stream.push(token_id), drafted))
+        self._held.append(_Held(token_id, self._stream.push(token_id), drafted, rejected))
         text = "".join(held.text for held in self._held)
         found = self._find_stop(text)
         if found is not None:
@@ -84,7 +86,7 @@ class Emitter:
             yield TokenEvent(None, rest, False, reason)
             return
         self.emitted_ids.append(last.token_id)
-        yield TokenEvent(last.token_id, rest, last.drafted, reason)
+        yield TokenEvent(last.token_id, rest, last.drafted, reason, last.rejected)
 
     def _cut(self, end: int) -> Iterator[TokenEvent]:
         """Emit the tokens whose text ends at or before `end`, then the text of the next one up to there."""
@@ -98,7 +100,7 @@ class Emitter:
 
     def _emit(self, held: _Held) -> TokenEvent:
         self.emitted_ids.append(held.token_id)
-        return TokenEvent(held.token_id, held.text, held.drafted, None)
+        return TokenEvent(held.token_id, held.text, held.drafted, None, held.rejected)
 
     def _find_stop(self, text: str) -> int | None:
         places = [text.find(stop) for stop in self._stop]

@@ -31,6 +31,7 @@ from eesd_lite.loader import (
     LoadOptions,
     choose_kernels,
     default_context,
+    identity,
     load_head,
     load_target,
     plan_for,
@@ -39,6 +40,7 @@ from eesd_lite.loader import (
 from eesd_lite.packed_store import open_store
 from eesd_lite.params import SamplingParams
 from eesd_lite.placement import Plan
+from eesd_lite.prefix_file import read_prefix, write_prefix
 from eesd_lite.preflight import check_tensors
 from eesd_lite.prepare import resolve_model
 from eesd_lite.progress import Progress, no_progress
@@ -70,11 +72,13 @@ class Engine:
         name: str,
         drafter: str = "head",
         notices: Sequence[str] = (),
+        identity: str = "",
     ) -> None:
         self.target, self.text, self.plan, self.head = target, text, plan, head
         self.config: ModelConfig = target.config
         self.name = name
         self.notices = tuple(notices)
+        self.identity = identity
         self.stats = Stats()
         self.draft_limit = draft_limit
         self.drafter_factory = drafter_factory(drafter, head)
@@ -164,6 +168,7 @@ class Engine:
         return cls(
             target, text, plan, head=bound, controller=controller, draft_limit=draft_limit,
             name=source.name, drafter=drafter, notices=(*notes, *chosen.notices, *plan.notes),
+            identity=identity(store, options, ops),
         )  # fmt: skip
 
     def set_controller(self, spec: str) -> None:
@@ -223,18 +228,30 @@ class Engine:
         """The tokens that the next prompt may share without being read again."""
         return tuple(self._cached)
 
-    def generate(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Iterator[TokenEvent]:
+    def save_prefix(self, path: Path) -> None:
+        """Write the cache of `cached_ids` to a file. PrepareError when the disk is full."""
+        write_prefix(self, path)
+
+    def load_prefix(self, path: Path) -> int:
+        """Take over what `save_prefix` wrote in an earlier run; how many tokens, 0 unless it fits bit for bit."""
+        self.reset()
+        self._cached = read_prefix(self, path)
+        return len(self._cached)
+
+    def generate(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, progress: Progress = no_progress
+    ) -> Iterator[TokenEvent]:
         """Yield events for up to `params.max_new_tokens` tokens after `prompt` (text or ids).
 
         The longest prefix that the cache holds is not read again. Closing the iterator early, Ctrl-C included, leaves
-        the cache at what was emitted; so does beginning the next generation. Raises PromptError before anything runs,
-        StreamError when reading fails.
+        the cache at what was emitted; so does beginning the next generation. `progress` hears of every layer that the
+        prompt has passed. Raises PromptError before anything runs, StreamError when reading fails.
         """
         params = params if params is not None else SamplingParams()
         ids = self._check(prompt)
         self._end_open()
         self._continue_or_begin(ids)
-        run = self._run(ids, params)
+        run = self._run(ids, params, progress)
         self._open = weakref.ref(run)
         return run
 
@@ -256,7 +273,7 @@ class Engine:
             )
         return ids
 
-    def _run(self, ids: list[int], params: SamplingParams) -> Generator[TokenEvent, None, None]:
+    def _run(self, ids: list[int], params: SamplingParams, progress: Progress) -> Generator[TokenEvent, None, None]:
         vocab_limit = self.text.vocab_size if self.text.vocab_size > 0 else None
         sampler = Sampler(params, self.config.vocab_size, vocab_limit)
         emitter = Emitter(params, self.text.eos_token_ids, self.text.stream())
@@ -266,7 +283,7 @@ class Engine:
         produced = 0
         try:
             visible = list(ids)
-            visible.append(self._prefill(ids, sampler, drafter))
+            visible.append(self._prefill(ids, sampler, drafter, progress))
             produced = 1
             yield from emitter.push(visible[-1], False)
             while not emitter.finished:
@@ -275,12 +292,13 @@ class Engine:
                     reason = "length" if params.max_new_tokens <= produced else "context"
                     yield from emitter.finish(reason)
                     break
-                tokens = self._round(visible, sampler, drafter, depth=room - 1)
+                tokens, rejected = self._round(visible, sampler, drafter, depth=room - 1)
                 visible += tokens
                 produced += len(tokens)
                 for place, token in enumerate(tokens):
                     if not emitter.finished:
-                        yield from emitter.push(token, place < len(tokens) - 1)
+                        last = place == len(tokens) - 1
+                        yield from emitter.push(token, not last, rejected if last else ())
         finally:
             emitted = len(emitter.emitted_ids)
             stats.emitted += emitted
@@ -309,7 +327,7 @@ class Engine:
         return choose
 
     @torch.inference_mode()
-    def _prefill(self, ids: list[int], sampler: Sampler, drafter: Drafter | None) -> int:
+    def _prefill(self, ids: list[int], sampler: Sampler, drafter: Drafter | None, progress: Progress) -> int:
         """Pass the part of the prompt that the cache lacks through all layers, in one sweep; the first new token."""
         started = self.clock()
         target, stats = self.target, self.stats
@@ -319,10 +337,10 @@ class Engine:
         self._cached = ids[:shared]
         rows = Rows.chain(shared, len(ids) - shared, target.device)
         before = target.bank.streamed_bytes
-        hidden = target.lower(target.embed(ids[shared:]), rows)
+        hidden = target.lower(target.embed(ids[shared:]), rows, progress)
         if drafter is not None:
             keep_prefix(drafter, hidden, rows)
-        hidden = target.upper(hidden, rows)
+        hidden = target.upper(hidden, rows, progress)
         logits = target.logits(hidden[-1:].contiguous())[0]
         token = self._choose(sampler)(logits, len(ids), ids)
         self._cached = list(ids)
@@ -334,8 +352,10 @@ class Engine:
         return token
 
     @torch.inference_mode()
-    def _round(self, visible: list[int], sampler: Sampler, drafter: Drafter | None, *, depth: int) -> list[int]:
-        """One round on the visible tokens, the last of which no layer has seen yet; the tokens that it adds.
+    def _round(
+        self, visible: list[int], sampler: Sampler, drafter: Drafter | None, *, depth: int
+    ) -> tuple[list[int], tuple[int, ...]]:
+        """One round on the visible tokens, the last of which no layer has seen yet; what it adds, what it rejects.
 
         At most `depth` drafted tokens can be of use.
         """
@@ -361,7 +381,7 @@ class Engine:
         stats.decode_seconds += seconds
         stats.draft_seconds += draft_seconds
         stats.wait_seconds += bank.waited_seconds - waited
-        return list(accepted.tokens)
+        return list(accepted.tokens), drafted.tree.line_below(accepted.nodes[-1] if accepted.nodes else 0)
 
     def _draft(self, visible: list[int], drafter: Drafter | None, depth: int) -> Draft:
         """A chain or a tree, as the controller has it."""

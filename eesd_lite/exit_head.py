@@ -7,6 +7,8 @@ what a fresh prefill would give. Weights come from `eesd_lite.head_file`.
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 from torch import Tensor
 
@@ -59,22 +61,27 @@ class ExitHead:
         views = layout.views(buffer)
         self.exit_layer = head.exit_layer
         self.nbytes = layout.nbytes
-        self._ops, self._reach, self._kv = ops, reach, kv
+        self._ops, self._reach, self.kv = ops, reach, kv
         self._eps = config.rms_norm_eps
         self._layer = DecoderLayer(config, ops, layout, buffer, kernels)
         self._affine, self._bias, self._norm = views["affine.weight"], views["affine.bias"], views["norm.weight"]
 
+    def digest(self) -> str:
+        """Tells heads apart: a head's bias and norm come out of its training."""
+        parts = torch.cat([self._bias.float().cpu(), self._norm.float().cpu()])
+        return hashlib.sha256(parts.numpy().tobytes()).hexdigest()[:16]
+
     def forward(self, state: Tensor, rows: Rows) -> Tensor:
         """state float32 [rows, hidden] entering layer N (left as it is) -> input of lm_head, [rows, hidden]."""
         hidden = state.clone()
-        self._layer.forward(hidden, rows, self._kv.layer(0), self._reach)
+        self._layer.forward(hidden, rows, self.kv.layer(0), self._reach)
         mapped = self._ops.dense(hidden.to(self._ops.dtype), self._affine, self._bias)
         return self._ops.rms_norm(mapped.to(torch.float32), self._norm, self._eps)
 
     def keep(self, state: Tensor, rows: Rows) -> None:
         """Only the keys and values of rows from which nothing is drafted; `state` as in `forward`."""
-        self._layer.write_kv(state, rows, self._kv.layer(0), self._reach)
+        self._layer.write_kv(state, rows, self.kv.layer(0), self._reach)
 
     def move(self, sources: list[int], targets: list[int]) -> None:
         """Compact an accepted tree path, as in the target's cache."""
-        self._kv.move(sources, targets)
+        self.kv.move(sources, targets)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from eesd_lite import __version__
 from eesd_lite.bank_loader import Place, load_bank
 from eesd_lite.blob_reader import BlobReader
 from eesd_lite.cache import KVCache
@@ -228,3 +229,14 @@ def load_head(target: Target, head: HeadTensors, kernels: KernelSet) -> ExitHead
     )  # fmt: skip
     reach = target.reaches[head.exit_layer]  # the head's layer stands where layer N does
     return ExitHead(config, head, ops=target.ops, kernels=kernels, reach=reach, kv=kv, device=target.device)
+
+
+def identity(store: PackedStore, options: LoadOptions, ops: Ops) -> str:
+    """What the bits of a cache entry depend on: the files, and what computes on them.
+
+    A packed folder is named after the checkpoint's files and the kernels.
+    """
+    return (
+        f"{store.folder.name} {options.device} {options.dtype} {type(ops).__name__} threads {torch.get_num_threads()} "
+        f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()} eesd-lite {__version__}"
+    )

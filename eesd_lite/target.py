@@ -16,6 +16,7 @@ from eesd_lite.cache import KVCache, Rows
 from eesd_lite.config import ModelConfig
 from eesd_lite.layer_bank import LayerBank
 from eesd_lite.ops import Ops, Reach
+from eesd_lite.progress import Progress, no_progress
 from eesd_lite.sizing import PREFILL_CHUNK
 from eesd_lite.transformer import run_layers
 
@@ -42,18 +43,21 @@ class Target:
         ids = torch.tensor(token_ids, device=self.embedding.device)
         return F.embedding(ids, self.embedding).to(torch.float32)
 
-    def lower(self, hidden: Tensor, rows: Rows) -> Tensor:
+    def lower(self, hidden: Tensor, rows: Rows, progress: Progress = no_progress) -> Tensor:
         """Layers below the exit layer, in place; returns `hidden`."""
-        self._run(range(self.exit_layer), hidden, rows)
+        self._run(range(self.exit_layer), hidden, rows, progress)
         return hidden
 
-    def upper(self, hidden: Tensor, rows: Rows) -> Tensor:
+    def upper(self, hidden: Tensor, rows: Rows, progress: Progress = no_progress) -> Tensor:
         """The exit layer and everything after it, in place: one sweep."""
-        self._run(range(self.exit_layer, self.config.num_hidden_layers), hidden, rows)
+        self._run(range(self.exit_layer, self.config.num_hidden_layers), hidden, rows, progress)
         return hidden
 
-    def _run(self, layers: range, hidden: Tensor, rows: Rows) -> None:
-        run_layers(self.bank, layers, hidden, rows, kv=self.kv, reaches=self.reaches, chunk=PREFILL_CHUNK)
+    def _run(self, layers: range, hidden: Tensor, rows: Rows, progress: Progress) -> None:
+        run_layers(
+            self.bank, layers, hidden, rows, kv=self.kv, reaches=self.reaches, chunk=PREFILL_CHUNK,
+            done=lambda index: progress(f"reading {len(rows)} tokens, layer", index + 1, self.config.num_hidden_layers),
+        )  # fmt: skip
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [rows, vocab] from states after the last layer; a row's bits do not depend on the others."""

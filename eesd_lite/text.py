@@ -7,6 +7,7 @@ Used by the engine and by `eesd_lite.chat`.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -104,6 +105,11 @@ class TextCodec:
         """One more than the highest id of the tokenizer; a model may have more rows than this."""
         return self._facts.vocab_size
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for tokenizers that give the same ids the same meaning."""
+        return hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest()[:16]
+
     @property
     def bos_token_id(self) -> int | None:
         return self._facts.bos_id
@@ -123,6 +129,17 @@ class TextCodec:
     def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
         """Ids of a whole conversation, with exactly the BOS that the model expects."""
         return self._with_one_bos(self._ids(self._fragments(messages, add_generation_prompt), start=True))
+
+    def answer_ids(self, question: str, answer: str) -> list[int]:
+        """Ids of an answer of which only the text is known, as the template would have it, with its end of turn."""
+        asked = [{"role": "user", "content": question}]
+        prompt = self.render_chat(asked)
+        whole = self.render_chat([*asked, {"role": "assistant", "content": answer}], add_generation_prompt=False)
+        rest = whole[len(prompt) :]
+        ends = [place for place, token in enumerate(rest) if token in self.eos_token_ids]
+        if whole[: len(prompt)] != prompt or not ends:
+            return self.encode_more(answer)
+        return rest[: ends[0] + 1]
 
     def continuation(self, messages: Sequence[Message]) -> Continuation | None:
         """Ids that follow the last assistant content of `messages`; None if the template does not show that content.

@@ -7,7 +7,7 @@ where weights live (`LayerSource`) or why rows are run (`eesd_lite.speculative`)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -107,8 +107,12 @@ def run_layers(
     kv: KVCache,
     reaches: Sequence[Reach],  # one for every layer of the model
     chunk: int,
+    done: Callable[[int], None] = lambda index: None,
 ) -> None:
-    """Pass all rows through `layers`, layer-major: one layer is fetched once, however many chunks of rows pass it."""
+    """Pass all rows through `layers`, layer-major: one layer is fetched once, however many chunks of rows pass it.
+
+    `done` hears of every layer that all rows have passed.
+    """
     pieces = [(hidden, rows)] if len(rows) <= chunk else _pieces(hidden, rows, chunk)
     for index in layers:
         layer = source.layer(index)
@@ -116,6 +120,7 @@ def run_layers(
         for piece, piece_rows in pieces:
             layer.forward(piece, piece_rows, cache, reaches[index])
         source.done(index)
+        done(index)
 
 
 def _pieces(hidden: Tensor, rows: Rows, chunk: int) -> list[tuple[Tensor, Rows]]:

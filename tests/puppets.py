@@ -160,7 +160,7 @@ def fresh_caches(engine: Engine, ids: Sequence[int]) -> list[Tensor]:
 
 def caches(engine: Engine, tokens: int) -> list[Tensor]:
     """Copies of the first `tokens` entries of every cache: keys and values of the layers, then of the head."""
-    owners = [engine.target.kv] + ([engine.head._kv] if engine.head is not None else [])
+    owners = [engine.target.kv] + ([engine.head.kv] if engine.head is not None else [])
     pairs = [owner.layer(index) for owner in owners for index in range(owner.num_layers)]
     return [tensor[:, :tokens].clone() for pair in pairs for tensor in pair]
 
@@ -180,11 +180,11 @@ def watched_rounds(engine: Engine) -> Iterator[list[tuple[list[int], list[Tensor
     """A list that grows with every round: the tokens that the cache claims to hold, and a copy of what it holds."""
     original, seen = engine._round, []
 
-    def watched(*arguments: object, **options: object) -> list[int]:
-        tokens = original(*arguments, **options)  # type: ignore[arg-type]
+    def watched(*arguments: object, **options: object) -> object:
+        result = original(*arguments, **options)  # type: ignore[arg-type]
         held = list(engine.cached_ids)
         seen.append((held, caches(engine, len(held))))
-        return tokens
+        return result
 
     engine._round = watched  # type: ignore[method-assign]
     try:

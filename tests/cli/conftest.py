@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,13 @@ class Scripted:
         source: dict[str, Any] = {"input": stdin} if isinstance(stdin, (str, bytes)) else {"stdin": stdin}
         options = {"text": not isinstance(stdin, bytes), "capture_output": True, **options}
         return subprocess.run(
-            [*self.command, "model", *arguments], cwd=ROOT, env=environment(**(env or {})), timeout=LIMIT,
+            [*self.command, "model", *arguments], cwd=ROOT, env=self.environment(**(env or {})), timeout=LIMIT,
             **source, **options,
         )  # fmt: skip
+
+    def environment(self, **changes: str) -> dict[str, str]:
+        """Sessions and history are kept beside the model."""
+        return environment(**{"EESD_HOME": str(self.folder / "home"), **changes})
 
     def turns(self) -> list[dict[str, Any]]:
         """What the engine was asked and what it emitted."""
@@ -49,8 +53,25 @@ class Scripted:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "TERM")}
-    return {**kept, "PYTHONUTF8": "1", "TERM": "xterm", **changes}
+    ours = ("NO_COLOR", "FORCE_COLOR", "TERM", "EESD_CONFIG")
+    kept = {name: value for name, value in os.environ.items() if name not in ours and not name.startswith("EESD_CHAT_")}
+    return {**kept, "PYTHONUTF8": "1", "TERM": "xterm", "XDG_CONFIG_HOME": "/nonexistent", **changes}
+
+
+@pytest.fixture
+def start(scripted: Callable[..., Scripted]) -> Iterator[Callable[..., Any]]:
+    """`start(*arguments, env=..., **script)`: a chat in a terminal (`tests.cli.terminal.Terminal`)."""
+    from tests.cli.terminal import Terminal
+
+    opened = []
+
+    def make(*arguments: str, env: dict[str, str] | None = None, model: bool = True, **script: object) -> Terminal:
+        opened.append(Terminal(scripted(**script), *arguments, model=model, **(env or {})))
+        return opened[-1]
+
+    yield make
+    for terminal in opened:
+        terminal.process.close(force=True)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from eesd_lite.text import TextCodec
-from tests.cli.conftest import LIMIT, ROOT, Scripted, environment
+from tests.cli.conftest import LIMIT, ROOT, Scripted
 
 Make = Callable[..., Scripted]
 EMOJI = "\U0001f642"
@@ -29,7 +30,7 @@ def test_one_question_is_answered_on_stdout_and_all_else_is_on_stderr(scripted: 
     lines = result.stderr.splitlines()
     assert lines[0] == "eesd-chat: loading model"
     assert lines[1] == "eesd-chat: note: no exit head"
-    assert lines[2].startswith("[") and "tokens/s" in lines[2] and "1.00 MiB read" in lines[2]
+    assert lines[2].startswith("[") and "tokens/s" in lines[2] and "KiB/token" in lines[2]
     assert len(lines) == 3
     assert question(chat) == "user\nWhat is the capital of France?\nassistant\n"
     assert chat.closed()
@@ -65,7 +66,7 @@ def test_a_closed_stdin_is_an_empty_one(scripted: Make) -> None:
     chat = scripted()
     command = 'exec "$@" <&-'
     result = subprocess.run(
-        ["sh", "-c", command, "sh", *chat.command, "model"], cwd=ROOT, env=environment(), capture_output=True,
+        ["sh", "-c", command, "sh", *chat.command, "model"], cwd=ROOT, env=chat.environment(), capture_output=True,
         text=True, timeout=LIMIT,
     )  # fmt: skip
     assert (result.returncode, result.stdout) == (0, "")
@@ -85,7 +86,7 @@ def test_with_a_question_given_an_open_silent_pipe_is_not_waited_for(scripted: M
 def test_waiting_for_a_silent_pipe_is_said(scripted: Make) -> None:
     chat = scripted()
     process = subprocess.Popen(
-        [*chat.command, "model"], cwd=ROOT, env=environment(), text=True, stdin=subprocess.PIPE,
+        [*chat.command, "model"], cwd=ROOT, env=chat.environment(), text=True, stdin=subprocess.PIPE,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     assert process.stdin is not None and process.stderr is not None
@@ -105,13 +106,13 @@ def test_slow_work_gets_plain_lines_of_progress(scripted: Make) -> None:
     lines = result.stderr.splitlines()
     assert lines[0] == "eesd-chat: loading model"
     assert any(line.startswith("eesd-chat: loading layer ") and line.endswith("/4") for line in lines)
-    assert any(line.startswith("eesd-chat: reading the prompt") for line in lines)
+    assert any(line.startswith("eesd-chat: reading ") for line in lines)
 
 
 def test_the_first_sign_of_life_comes_before_the_model_is_loaded(scripted: Make) -> None:
     chat = scripted(load_seconds=30.0)
     process = subprocess.Popen(
-        [*chat.command, "model", "-p", "x"], cwd=ROOT, env=environment(), stdout=subprocess.PIPE,
+        [*chat.command, "model", "-p", "x"], cwd=ROOT, env=chat.environment(), stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stderr is not None
@@ -125,7 +126,7 @@ def test_a_reader_that_leaves_ends_the_program_quietly(scripted: Make) -> None:
     chat = scripted(answers=["line\n" * 50], token_seconds=0.01)
     pipeline = '"$@" | head -1; exit ${PIPESTATUS[0]}'
     result = subprocess.run(
-        ["bash", "-c", pipeline, "bash", *chat.command, "model", "-p", "x"], cwd=ROOT, env=environment(),
+        ["bash", "-c", pipeline, "bash", *chat.command, "model", "-p", "x"], cwd=ROOT, env=chat.environment(),
         capture_output=True, text=True, timeout=LIMIT,
     )  # fmt: skip
     assert (result.returncode, result.stdout) == (0, "line\n")
@@ -197,7 +198,7 @@ def test_ctrl_c_outside_a_session_exits_with_130(scripted: Make, moment: str) ->
     slow = {"load_seconds": 60.0} if moment == "loading" else {"token_seconds": 2.0}
     chat = scripted(answers=["one two three four five six seven eight nine ten"], **slow)
     process = subprocess.Popen(
-        [*chat.command, "model", "-p", "x"], cwd=ROOT, env=environment(PYTHONUNBUFFERED="1"), text=True,
+        [*chat.command, "model", "-p", "x"], cwd=ROOT, env=chat.environment(PYTHONUNBUFFERED="1"), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     assert process.stdout is not None and process.stderr is not None
@@ -208,3 +209,68 @@ def test_ctrl_c_outside_a_session_exits_with_130(scripted: Make, moment: str) ->
     assert process.returncode == 130
     assert "Traceback" not in errors and "Aborted" not in errors
     assert chat.closed() == (moment == "answering")
+
+
+def test_json_is_one_object_with_the_text_the_ids_and_the_reason(scripted: Make) -> None:
+    chat = scripted(answers=[f"It is Paris. {EMOJI}"])
+    result = chat.run("-p", "x", "--json", "--seed", "7", env={"PYTHONIOENCODING": "cp1252", "PYTHONUTF8": "0"})
+    assert result.returncode == 0 and result.stdout.count("\n") == 1
+    report = json.loads(result.stdout)
+    assert report["text"] == f"It is Paris. {EMOJI}" and report["finish_reason"] == "eos"
+    assert report["ids"] == chat.turns()[0]["emitted"]
+    assert report["prompt_tokens"] == len(chat.turns()[0]["prompt"]) and report["seed"] == 7
+    assert report["stats"]["emitted"] == len(report["ids"]) and "tau" in report["stats"]
+    assert report["first_token_seconds"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "script", "reason"),
+    [(["--max-new-tokens", "2"], {}, "length"), (["--stop", "two"], {}, "stop"), ([], {"fail_after": 2}, "error")],
+)
+def test_json_says_why_an_answer_ended(
+    scripted: Make, arguments: list[str], script: dict[str, int], reason: str
+) -> None:
+    chat = scripted(answers=["one two three"], **script)
+    result = chat.run("-p", "x", "--json", *arguments)
+    report = json.loads(result.stdout)
+    assert report["finish_reason"] == reason and result.returncode == (reason == "error")
+    assert "one two three".startswith(report["text"]) and ("error" in report) == (reason == "error")
+
+
+def test_an_end_of_turn_that_only_generation_config_names_ends_the_answer_unseen(scripted: Make) -> None:
+    chat = scripted(answers=["Hello"], end=0)
+    (chat.folder / "generation_config.json").write_text('{"eos_token_id": [2, 0]}')
+    assert chat.run("-p", "x").stdout == "Hello\n" and chat.turns()[0]["emitted"][-1] == 0
+    assert json.loads(chat.run("-p", "x", "--json").stdout)["finish_reason"] == "eos"
+
+
+SYSTEM_REFUSED = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{% if loop.index0 % 2 != (m.role == 'assistant') | int %}{{ raise_exception('alternate!') }}{% endif %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_a_system_prompt_that_the_template_refuses_opens_the_first_question_and_that_is_said_once(
+    scripted: Make,
+) -> None:
+    chat = scripted(template=SYSTEM_REFUSED, answers=["one"])
+    first = chat.run("-p", "Hello", "--system", "Be brief.", "--session", "s")
+    assert first.stderr.count("the chat template takes no system prompt") == 1
+    assert question(chat) == "user\nBe brief.\n\nHello\nassistant\n"
+    chat.run("-p", "More?", "--session", "s")
+    assert question(chat, 1) == "user\nBe brief.\n\nHello\nassistant\none\nuser\nMore?\nassistant\n"
+
+
+@pytest.mark.parametrize("template", ["llama2", "vicuna", "alpaca", "plain", "chatml"])
+def test_a_layout_can_be_named(scripted: Make, template: str) -> None:
+    chat = scripted(template=None)
+    result = chat.run("-p", "Hello", "--template", template)
+    assert result.returncode == 0 and "no chat template" not in result.stderr and "Hello" in question(chat)
+
+
+def test_a_stop_in_the_middle_of_an_emoji_shows_no_half_of_it(scripted: Make) -> None:
+    chat = scripted(answers=[f"a{EMOJI}b"])
+    assert chat.run("-p", "x", "--max-new-tokens", "3").stdout == "a\ufffd\n"
+    assert chat.run("-p", "x", "--stop", EMOJI).stdout == "a\n"

@@ -2,85 +2,29 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from eesd_lite.text import TextCodec
-from tests.cli.conftest import LIMIT, ROOT, Scripted, environment
 
-pexpect = pytest.importorskip("pexpect", exc_type=ImportError)
 if sys.platform == "win32":
     pytest.skip("needs a pseudo-terminal", allow_module_level=True)
 
-READING = "\x1b[?2004h"  # the line editor switches bracketed paste on before it draws the prompt
-CTRL_C, CTRL_D, ALT_ENTER = "\x03", "\x04", "\x1b\r"
+from tests.cli.terminal import ALT_ENTER, CTRL_C, CTRL_D, Terminal, asked
+
 COUNTING = "one two three four five six seven eight nine ten"
-# Colours, cursor movements and modes: what a terminal swallows.
-ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07]*\x07|[=>])|\r")
-
-
-class Terminal:
-    """A chat in a terminal of 80 columns."""
-
-    def __init__(self, scripted: Scripted, *arguments: str, **env: str) -> None:
-        self.scripted = scripted
-        env = {"PROMPT_TOOLKIT_NO_CPR": "1", "COLUMNS": "80", **env}  # pexpect does not answer cursor queries
-        self.process = pexpect.spawn(
-            scripted.command[0], [*scripted.command[1:], "model", *arguments], cwd=str(ROOT), env=environment(**env),
-            encoding="utf-8", timeout=LIMIT, dimensions=(24, 80),
-        )  # fmt: skip
-
-    def expect(self, text: str) -> str:
-        """Wait for a text; what came before it, without escape codes."""
-        self.process.expect_exact(text)
-        return ESCAPES.sub("", self.process.before)
-
-    def prompt(self) -> str:
-        """Wait until a question can be typed; what was shown before."""
-        before = self.expect(READING)
-        self.process.expect_exact(">>>")
-        return before
-
-    def send(self, text: str) -> None:
-        self.process.send(text)
-
-    def ask(self, text: str) -> str:
-        """Send a question; what is shown up to the next prompt."""
-        self.send(text + "\r")
-        return self.prompt()
-
-    def end(self) -> int:
-        """The exit code."""
-        self.process.expect(pexpect.EOF)
-        self.process.close()
-        return int(self.process.exitstatus)
-
-
-@pytest.fixture
-def start(scripted: Callable[..., Scripted]) -> Iterator[Callable[..., Terminal]]:
-    opened = []
-
-    def make(*arguments: str, env: dict[str, str] | None = None, **script: object) -> Terminal:
-        opened.append(Terminal(scripted(**script), *arguments, **(env or {})))
-        return opened[-1]
-
-    yield make
-    for terminal in opened:
-        terminal.process.close(force=True)
-
-
-def asked(terminal: Terminal, turn: int) -> str:
-    codec = TextCodec.from_folder(terminal.scripted.folder)
-    return codec.decode(terminal.scripted.turns()[turn]["prompt"])
 
 
 def test_two_turns_and_ctrl_d_leaves_with_code_0(start: Callable[..., Terminal]) -> None:
     terminal = start(answers=["I am fine.", "Paris."])
     header = terminal.prompt()
-    assert "model, 2 of 4 layers in memory (3.00 MiB)" in header and "exit head after layer 2, calibrated" in header
+    assert header.splitlines()[-3:] == [
+        "model: 2 of 4 layers in memory, 2 streamed from disk (1.00 MiB a sweep)",
+        "memory 3.00 MiB, context 512 tokens",
+        "drafts from exit head after layer 2, controller calibrated; /help lists commands",
+    ]
     assert "I am fine.\n[" in terminal.ask("How are you?")
     assert "Paris.\n[" in terminal.ask("Capital?")
     terminal.send(CTRL_D)
@@ -114,7 +58,7 @@ def test_ctrl_c_before_the_first_token_forgets_the_question(start: Callable[...,
     terminal = start(prefill_seconds=5.0)
     terminal.prompt()
     terminal.send("never mind\r")
-    terminal.expect("reading the prompt")
+    terminal.expect("reading")
     terminal.send(CTRL_C)
     assert "stopped before the first token: the question is forgotten" in terminal.prompt()
     terminal.ask("Hello")

@@ -77,23 +77,36 @@ def test_the_line_after_an_answer_has_the_figures_of_that_answer() -> None:
     stats.count_round(drafted=5, accepted=4)
     stats.count_round(drafted=2, accepted=1)
     stats.verify_offloaded_bytes, stats.prefill_offloaded_bytes = 3 << 20, 1 << 20
-    assert answer_line(stats, "stopped") == (
-        "8 tokens, 2.0 tokens/s, tau 3.50, 5 of 7 drafted accepted, 4.00 MiB read, prompt 30 tokens in 0.2 s, stopped"
+    assert answer_line(stats, 0.25, "stopped") == (
+        "8 tokens, 2.0 tokens/s, tau 3.50, draft 3.5, 512 KiB/token, first after 0.2 s, stopped"
     )
-    assert "tau" not in answer_line(Stats(emitted=1))
+    assert answer_line(Stats(emitted=1)) == "1 token, 0.0 tokens/s, 0 B/token"
 
 
 def test_totals_show_the_histogram_and_the_controllers_belief() -> None:
-    stats = Stats()
+    stats = Stats(emitted=4, prompt_tokens=30, prefilled_tokens=20, prefill_seconds=2.0, sweeps=3)
     stats.count_round(drafted=2, accepted=1)
-    lines = totals(
-        stats, {"rate": 0.25, "seconds": [0.5, 1], "levels": [{"up_to": 0.5, "n": 3}, {"up_to": 1.0, "n": 0}]}
-    )
-    assert "rounds by number of accepted drafts: 0: 0, 1: 1" in lines
-    assert lines[-4:] == [
-        "controller rate: 0.25", "controller seconds: 0.5 1",
-        "controller levels: up_to 0.5, n 3", "controller levels: up_to 1, n 0",
-    ]  # fmt: skip
+    stats.count_round(drafted=2, accepted=2)
+    stats.count_round(drafted=2, accepted=2)
+    stats.verify_offloaded_bytes = 6 << 20
+    belief = {"rate": 0.25, "round_seconds": [0.5, 1], "levels": [{"up_to": 0.5, "n": 3}, {"up_to": 1.0, "n": 0}]}
+    assert totals(stats, belief) == [
+        "answers    4 tokens at 0.0 tokens/s, 2.0 s of work in all",
+        "prompts    30 tokens, of which 20 were read (10 tokens/s), the others were in the cache",
+        "read       6.00 MiB of offloaded weights in 3 sweeps, 1.50 MiB a token",
+        "rounds     3, tau 2.67; 2.0 drafted a round, 83% of them kept; 0 tokens cut at an end",
+        "rounds by the number of drafts that were kept:",
+        "  0  0",
+        f"  1  1  {'#' * 20}",
+        f"  2  2  {'#' * 40}",
+        "the controller believes:",
+        "  rate: 0.25",
+        "  round seconds: 0.5 1",
+        "  levels:  up to  n",
+        "             0.5  3",
+        "               1  0",
+    ]
+    assert len(totals(Stats(), {})) == 3
 
 
 def test_ctrl_c_raises_while_waiting_and_is_noted_elsewhere() -> None:

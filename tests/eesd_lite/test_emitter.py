@@ -56,6 +56,14 @@ def test_eos_is_the_last_event_and_carries_what_the_detokenizer_held() -> None:
     assert emitter.emitted_ids == [0, 1, EOS]
 
 
+def test_rejected_drafts_stay_with_the_token_that_took_their_place() -> None:
+    emitter = Emitter(SamplingParams(stop=("END",)), frozenset({EOS}), Pieces(["x", "E", "X"]))
+    assert list(emitter.push(0, False, (7, 8)))[0].rejected == (7, 8)
+    assert list(emitter.push(1, False, (5,))) == []
+    assert [event.rejected for event in emitter.push(2, True)] == [(5,), ()]
+    assert list(emitter.push(EOS, False, (6,)))[-1].rejected == (6,)
+
+
 def test_eos_is_an_ordinary_token_when_it_is_to_be_ignored() -> None:
     emitter = Emitter(SamplingParams(ignore_eos=True), frozenset({1}), Pieces(["a", "</s>"]))
     assert [event.finish_reason for event in [*emitter.push(0, False), *emitter.push(1, False)]] == [None, None]

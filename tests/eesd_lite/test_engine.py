@@ -161,6 +161,30 @@ def _without_bos(engine: Engine) -> Engine:
     return engine
 
 
+def test_events_name_the_drafts_that_a_correction_put_an_end_to(engine_of: EngineOf) -> None:
+    engine = engine_of(SPEC, **OFFLOADED)
+    vocab = engine.config.vocab_size
+    expected = plain_ids(engine, PROMPT, params())
+    engine.set_controller("fixed:3")
+    with drafting(engine, right_for(1, PROMPT + expected, vocab)):
+        events = [event for event in engine.generate(PROMPT, params()) if event.token_id is not None]
+    assert [event.token_id for event in events] == expected
+    for place, event in enumerate(events[:9]):  # first token, then one kept draft and a correction a round
+        wrong_ones = [(token + 1) % vocab for token in expected[place : place + 2]]
+        assert event.drafted == (place % 2 == 1)
+        assert list(event.rejected) == (wrong_ones if place and place % 2 == 0 else [])
+
+
+def test_a_prompt_reports_every_layer_that_it_has_passed(engine_of: EngineOf) -> None:
+    engine = engine_of(SPEC, **OFFLOADED)
+    reports: list[tuple[str, int, int]] = []
+    list(engine.generate(PROMPT, params(), lambda *report: reports.append(report)))
+    assert reports == [(f"reading {len(PROMPT)} tokens, layer", layer, 5) for layer in (1, 2, 3, 4, 5)]
+    reports.clear()
+    list(engine.generate([*PROMPT, 65], params(), lambda *report: reports.append(report)))
+    assert reports[0] == ("reading 1 tokens, layer", 1, 5), "only what is new is read"
+
+
 def test_padding_rows_are_never_chosen_though_their_logits_are_the_largest(engine_of: EngineOf) -> None:
     engine = engine_of(SPEC, **OFFLOADED)
     known = engine.text.vocab_size

@@ -117,6 +117,11 @@ def follow(tree: DraftTree, path: list[int]) -> tuple[Tensor, Callable[[Tensor, 
     return torch.arange(float(len(tree))).reshape(-1, 1), lambda logits, position, history: following[int(logits[0])]
 
 
+def test_the_line_below_a_node_is_its_first_children() -> None:
+    tree = DraftTree(3, [1, 10, 20, 30, 20, 40], [-1, 0, 0, 1, 1, 2])
+    assert [tree.line_below(node) for node in range(6)] == [(10, 30), (30,), (40,), (), (), ()]
+
+
 def test_acceptance_follows_the_choice_down_the_tree_and_adds_one_token() -> None:
     tree = DraftTree(3, [1, 10, 20, 30, 20, 40], [-1, 0, 0, 1, 1, 2])
     seen: list[tuple[int, list[int]]] = []
