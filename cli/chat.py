@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import click
@@ -227,10 +228,14 @@ def _complete_session(context: click.Context, parameter: click.Parameter, incomp
     return [name for name in session_names() if name.startswith(incomplete)]
 
 
+def _config_name() -> str:
+    return str(config_path()).replace(f"{Path.home()}{os.sep}", f"~{os.sep}", 1)
+
+
 _EPILOG = f"""Example: eesd-chat smollm2-135m --device-memory 96MiB
 
 Settings: an option on the command line comes first, then the variable EESD_CHAT_<OPTION> (as EESD_CHAT_TOP_K=20), then
-what --session has kept, then the model's section in {config_path()}, then the rest of that file, then the defaults."""
+what --session has kept, then the model's section in {_config_name()}, then the rest of that file, then the defaults."""
 
 
 def main() -> None:

@@ -79,7 +79,7 @@ def _fill(
             value = parameter.process_value(context, value)
             options[name] = parameter.callback(context, parameter, value) if parameter.callback else value
         except click.ClickException as error:
-            raise click.UsageError(f"{path}: {key}: {error.format_message()}") from error
+            raise click.UsageError(f"{path}: {key}: {error.message}") from error
         except (TypeError, ValueError, AttributeError) as error:
             raise click.UsageError(f"{path}: {key} cannot be {value!r}") from error
 

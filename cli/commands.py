@@ -171,7 +171,9 @@ def _show_drafts(chat: Chat, rest: str) -> None:
     elif not is_terminal(sys.stdout):
         _say("drafts will be shown when answers go to a terminal; now they go to a file or pipe")
     else:
-        _say(DraftView.legend(colors=shows_colors(sys.stderr)))
+        nothing = chat.engine.plan.exit_layer is None and chat.settings.drafter == "head"
+        off = "; nothing drafts now" if nothing or chat.settings.controller == "off" else ""
+        _say(DraftView.legend(colors=shows_colors(sys.stderr)) + off)
 
 
 def _model(chat: Chat, rest: str) -> None:

@@ -2,8 +2,8 @@
 
 A block is a paragraph, list or table up to its empty line, a heading, or one line of code. It is painted over only when
 that is sure to hit the right rows and to lose nothing: it fits the screen, the width of every line is beyond doubt, and
-the painted text has all letters of the raw one. Otherwise the raw text stays. There is no redrawing in between, so
-nothing flickers, and what has scrolled away was right when it went.
+the painted text has all of the raw one but its marks. Otherwise the raw text stays. There is no redrawing in between,
+so nothing flickers, and what has scrolled away was right when it went.
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})\s*([^\s`]*)")
 _HEADING = re.compile(r" {0,3}#{1,6}\s")
+_LIST = re.compile(r" {0,3}(?:[-*+]|\d{1,9}[.)])\s")
+_NUMBERED = re.compile(r"(?m)^(\s*\d{1,9})[.)]\s")  # rich shows the number without its dot
+_CODE_SPAN = re.compile(r"(`+[^`]*`+)")
+_NO_MARK = re.compile(r"_|\\|(?<=\w)\*\*?(?=\w)")  # is never meant as a mark outside code
+_MARKS = "*`#>-+=|~:[]()"
 _TOGETHER = ("\x1b[?2026h", "\x1b[?2026l")  # the terminal shows what is between as one change
 _CONTEXT_LINES = 60  # of code before a line, for strings and comments that span lines
 
@@ -96,20 +101,20 @@ class MarkdownView:
             write(f"{_TOGETHER[0]}\x1b[{used}A\r\x1b[J{painted}{_TOGETHER[1]}")
 
     def _rendered(self, markdown: str) -> str | None:
-        """The block by rich; None if letters would be missing (raw HTML, entities, link definitions)."""
+        """The block by rich; None if something would be missing (indentation, raw HTML, entities, link definitions)."""
         from cli.markdown_style import ChatMarkdown
 
-        # In a chat a line end is meant: two spaces make it one in Markdown too.
-        source = "\n".join(f"{line}  " for line in markdown.rstrip("\n").split("\n"))
+        if indents_text(markdown):
+            return None
         console = self._console()
-        console.print(ChatMarkdown(source))
+        console.print(ChatMarkdown(as_meant(markdown)))
         lines = console.file.getvalue().split("\n")  # type: ignore[attr-defined]
         while lines and not plain(lines[0]).strip():
             lines.pop(0)
         while lines and not plain(lines[-1]).strip():
             lines.pop()
         painted = "".join(f"{line.rstrip(' ')}\n" for line in lines)
-        return painted if keeps_letters(markdown, plain(painted)) else None
+        return painted if keeps_all(_NUMBERED.sub(r"\1 ", markdown), plain(painted)) else None
 
     def _highlighted(self) -> str:
         """The last line of the code."""
@@ -172,10 +177,27 @@ def _is_doubtful(character: str) -> bool:
     return unicodedata.category(character) in ("Mn", "Mc", "Me", "Cf") or 0x1F1E6 <= code <= 0x1F3FF
 
 
-def keeps_letters(raw: str, painted: str) -> bool:
-    """Whether all letters and digits of `raw` are in `painted`, in their order."""
+def indents_text(markdown: str) -> bool:
+    """Whether lines outside lists are indented: code without a fence, most likely, or verse."""
+    if _LIST.match(markdown.lstrip("\n")):
+        return False
+    return any(line.startswith("  ") and line.strip() for line in markdown.split("\n"))
+
+
+def as_meant(markdown: str) -> str:
+    """Source for rich that reads as people write: line ends count, `__init__`, 2*3*4 and a\\b are no marks."""
+    lines = []
+    for line in markdown.rstrip("\n").split("\n"):
+        pieces = _CODE_SPAN.split(line)
+        pieces[::2] = [_NO_MARK.sub(r"\\\g<0>", piece) for piece in pieces[::2]]
+        lines.append("".join(pieces) + "  ")  # two spaces make a line end in Markdown
+    return "\n".join(lines)
+
+
+def keeps_all(raw: str, painted: str) -> bool:
+    """Whether all of `raw` but spaces and marks is in `painted`, in its order."""
     rest = iter(painted)
-    return all(any(other == character for other in rest) for character in raw if character.isalnum())
+    return all(any(other == c for other in rest) for c in raw if not c.isspace() and c not in _MARKS)
 
 
 def plain(painted: str) -> str:

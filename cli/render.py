@@ -168,9 +168,10 @@ def answer_line(stats: Stats, first_token: float | None = None, ending: str = ""
 
 def totals(stats: Stats, belief: dict[str, Any]) -> list[str]:
     """Lines of `/stats`: the whole session, a chart of the rounds by accepted drafts, what the controller learned."""
-    seconds = stats.prefill_seconds + stats.decode_seconds
     lines = [
-        f"answers    {stats.emitted} tokens at {stats.tokens_per_second:.1f} tokens/s, {seconds:.1f} s of work in all",
+        f"answers    {stats.emitted} tokens at {stats.tokens_per_second:.1f} tokens/s",
+        f"seconds    {stats.prefill_seconds:.1f} reading prompts, {stats.decode_seconds:.1f} decoding "
+        f"({stats.draft_seconds:.1f} drafting, {stats.wait_seconds:.1f} waiting for layers)",
         f"prompts    {stats.prompt_tokens} tokens, of which {stats.prefilled_tokens} were read "
         f"({stats.prefill_tokens_per_second:.0f} tokens/s), the others were in the cache",
         f"read       {format_size(read_bytes(stats))} of offloaded weights in {stats.sweeps} sweeps, "

@@ -7,6 +7,7 @@ what an emulated terminal (pyte) shows at the end as SVG (rich). The pictures in
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -96,7 +97,8 @@ def main() -> None:
     feed(screen, output)
     console = Console(record=True, width=arguments.columns, file=open("/dev/null", "w"))
     console.print(text_of(screen), soft_wrap=True)
-    arguments.out.write_text(console.export_svg(title=arguments.title), encoding="utf-8")
+    svg = re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title=arguments.title), flags=re.DOTALL)
+    arguments.out.write_text(svg, encoding="utf-8")  # without addresses of fonts: a picture loads nothing
 
 
 if __name__ == "__main__":

@@ -91,7 +91,8 @@ def test_totals_show_the_histogram_and_the_controllers_belief() -> None:
     stats.verify_offloaded_bytes = 6 << 20
     belief = {"rate": 0.25, "round_seconds": [0.5, 1], "levels": [{"up_to": 0.5, "n": 3}, {"up_to": 1.0, "n": 0}]}
     assert totals(stats, belief) == [
-        "answers    4 tokens at 0.0 tokens/s, 2.0 s of work in all",
+        "answers    4 tokens at 0.0 tokens/s",
+        "seconds    2.0 reading prompts, 0.0 decoding (0.0 drafting, 0.0 waiting for layers)",
         "prompts    30 tokens, of which 20 were read (10 tokens/s), the others were in the cache",
         "read       6.00 MiB of offloaded weights in 3 sweeps, 1.50 MiB a token",
         "rounds     3, tau 2.67; 2.0 drafted a round, 83% of them kept; 0 tokens cut at an end",
@@ -106,7 +107,7 @@ def test_totals_show_the_histogram_and_the_controllers_belief() -> None:
         "             0.5  3",
         "               1  0",
     ]
-    assert len(totals(Stats(), {})) == 3
+    assert len(totals(Stats(), {})) == 4
 
 
 def test_ctrl_c_raises_while_waiting_and_is_noted_elsewhere() -> None:

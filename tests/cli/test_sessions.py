@@ -131,12 +131,12 @@ def test_settings_in_a_session_that_are_not_right_are_left_out(scripted: Make) -
 
 
 def test_a_context_that_lost_turns_keeps_them_in_the_file(scripted: Make) -> None:
-    chat = scripted(answers=["one two three"], context=128)
+    chat = scripted(answers=["one two three"], context=64)
     notices = 0
-    for n in range(12):
+    for n in range(5):
         notices += chat.run("-p", f"question {n}", "--session", "work").stderr.count("is full")
     saved = session(chat)
-    assert len(saved["turns"]) == 12 and saved["forgotten"] > 0
+    assert len(saved["turns"]) == 5 and saved["forgotten"] > 0
     assert notices == 1, "a new run knows that it was said"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,6 +75,17 @@ def test_streamed_pieces_joined_equal_one_shot_decoding(
     joined = "".join(streamed(codec, ids))
     assert joined == codec.decode(ids)
     assert joined == originals[kind].decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("kind", ["byte level", "sentencepiece"])
+def test_ten_thousand_random_sequences_stream_to_their_one_shot_text(codecs: dict[str, TextCodec], kind: str) -> None:
+    codec, rng = codecs[kind], random.Random(0)
+    # Half of the tokens are single bytes, and a few are none of the tokenizer's.
+    size = codec.vocab_size + 3
+    choices = [*range(size), *(3 + rng.randrange(256) for _ in range(size))]
+    for _ in range(10_000):
+        ids = rng.choices(choices, k=rng.randint(0, 24))
+        assert "".join(streamed(codec, ids)) == codec.decode(ids), ids
 
 
 @pytest.mark.parametrize("kind", ["byte level", "sentencepiece"])
