@@ -84,8 +84,10 @@ def test_after_an_interruption_at_any_moment_the_next_answer_is_that_of_a_fresh_
     tiny: Tiny, quiet_ctrl_c: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     params = SamplingParams(max_new_tokens=20, temperature=0.9, seed=5, ignore_eos=True)
-    plain = tiny.engine(**{**OFFLOADED, "controller": "off"}, context=512)
+    with tiny.engine(**OFFLOADED, context=512) as engine:
+        fresh_ids(engine, [65], params)  # whatever is opened once for good is open now
     threads, files = threading.active_count(), descriptors()
+    plain = tiny.engine(**{**OFFLOADED, "controller": "off"}, context=512)
     engine = tiny.engine(**OFFLOADED, context=512, reader=SlowReader())
     watched, rng, stopped = Watched(engine), random.Random(1), 0
     for _ in range(10):
@@ -107,8 +109,8 @@ def test_after_an_interruption_at_any_moment_the_next_answer_is_that_of_a_fresh_
             assert engine.stats.balanced()
     assert stopped > 15, "the interruptions came too late to mean anything"
     engine.close()
-    assert (threading.active_count(), descriptors()) == (threads, files)
     plain.close()
+    assert (threading.active_count(), descriptors()) == (threads, files)
     assert capsys.readouterr().err.count("stopped") == stopped
 
 
