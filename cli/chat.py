@@ -30,7 +30,7 @@ from eesd_lite.progress import Progress
 from eesd_lite.templates import FALLBACKS
 from eesd_lite.tiers import HOST_MODES
 
-_CONTROLLERS = ("calibrated", "beta", "fixed:4", "hf", "off")
+_CONTROLLERS = ("calibrated", "beta", "tree", "fixed:4", "hf", "off")
 
 
 def open_engine(settings: ChatSettings, progress: Progress) -> ChatEngine:
@@ -140,7 +140,7 @@ def make_command(open_engine: OpenEngine = open_engine) -> click.Command:
         metavar="NAME",
         callback=_controller,
         shell_complete=lambda context, parameter, incomplete: [c for c in _CONTROLLERS if c.startswith(incomplete)],
-        help="How much to draft: calibrated, beta, fixed:K, hf or off.",
+        help="How much to draft: calibrated, beta, fixed:K, hf or off; tree and tree:NODES draft branches.",
     )
     @click.option("--head", metavar="PATH|off|instant", help="Exit head file; instant: make one now.")
     @click.option(

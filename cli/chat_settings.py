@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from eesd_lite.controller import make_controller
+from eesd_lite.controller import any_controller
 from eesd_lite.errors import EesdError, PromptError
 from eesd_lite.params import SamplingParams
 
@@ -62,7 +62,7 @@ class ChatSettings:
         if name in _NUMBERS or name == "stop":
             return replace(self, params=replace(self.params, **{name: value}))
         if name == "controller":
-            make_controller(value)
+            any_controller(value)
         elif not isinstance(value, bool):
             raise PromptError(f"{name} is on or off, not {value!r}")
         return replace(self, **{name: value})

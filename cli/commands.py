@@ -61,7 +61,7 @@ def words_after(chat: Chat) -> Mapping[str, Words]:
     return words | {"/set": lambda: values, "/model": lambda: (*_models(), PATHS), "/system": lambda: ("off",)}
 
 
-_CONTROLLERS = ("calibrated", "beta", "fixed:4", "hf", "off")
+_CONTROLLERS = ("calibrated", "beta", "tree", "fixed:4", "hf", "off")
 
 
 def _models() -> list[str]:

@@ -35,7 +35,7 @@ class TreeCosts:
         seconds = max(seconds, 1e-9)
         known = nodes <= self.most_nodes
         if self._rounds >= _TRUSTED_ROUNDS and known:
-            seconds = min(seconds, _OUTLIER * self.seconds(nodes, steps))
+            seconds = max(1e-9, min(seconds, _OUTLIER * self.seconds(nodes, steps)))  # a fit may say 0
         self._rounds += 1
         self.plain_rounds += nodes == 0
         self.most_nodes = max(self.most_nodes, nodes)

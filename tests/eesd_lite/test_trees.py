@@ -149,9 +149,9 @@ def test_a_tree_takes_one_sweep_a_round_and_every_node_passes_the_layers_below_t
     forwards, before, lower_rows = list(bank.forwards), engine.stats.snapshot(), [0]
     original = target.lower
 
-    def counted(hidden: Tensor, rows: Rows) -> Tensor:
+    def counted(hidden: Tensor, rows: Rows, *rest: Any) -> Tensor:
         lower_rows[0] += len(rows)
-        return original(hidden, rows)
+        return original(hidden, rows, *rest)
 
     target.lower = counted  # type: ignore[method-assign]
     try:
