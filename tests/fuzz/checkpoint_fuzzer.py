@@ -9,6 +9,7 @@ it passed, every layer is read and packed. Prints one JSON object. `tests/fuzz/t
 from __future__ import annotations
 
 import collections
+import io
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import signal
 import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,7 +64,14 @@ VALUES = st.one_of(
     st.text(max_size=12),
 )  # fmt: skip
 WHERE = st.integers(0, 2**32)
-BYTES = st.one_of(st.binary(min_size=1, max_size=9), st.sampled_from([b"\xff" * 8, b"\0" * 8, b"[" * 3000, b'"', b"}"]))
+BYTES = st.one_of(
+    st.binary(min_size=1, max_size=9),
+    st.sampled_from([b"\xff" * 8, b"\0" * 8, b"[" * 3000, b'"', b"}"]),
+    st.sampled_from(  # of a pickle: large and negative numbers, foreign functions, calls, references
+        [b"K\xff", b"J\xff\xff\xff\x7f", b"J\xff\xff\xff\xff", b"\x8a\x06\0\0\0\0\0\x01", b"cos\nsystem\n",
+         b"c__builtin__\nbytearray\n", b"R", b"b", b"h\x01"]
+    ),
+)  # fmt: skip
 MUTATION = st.tuples(
     st.sampled_from(["value", "value", "value", "drop", "add", "twice", "bytes", "bytes", "cut", "swap", "file"]),
     WHERE, WHERE, VALUES, BYTES,
@@ -136,6 +145,23 @@ def split_header(data: bytes) -> tuple[bytes, bytes]:
     return data[8 : 8 + length], data[8 + length :]
 
 
+def change_program(data: bytes, where: int, junk: bytes, *, insert: bool) -> bytes:
+    """A pickled state dict whose program is damaged while the archive around it stays sound."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            entries = {entry.filename: archive.read(entry) for entry in archive.infolist()}
+    except (zipfile.BadZipFile, EOFError, ValueError, OSError, NotImplementedError):
+        return data
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        for name, part in entries.items():
+            if name.endswith("data.pkl"):
+                place = where % (len(part) + 1)
+                part = part[:place] + junk + part[place if insert else place + len(junk) :]
+            archive.writestr(name, part)
+    return out.getvalue()
+
+
 def mutate(files: Files, mutation: tuple[str, int, int, Any, bytes]) -> Files:
     """The files with one mutation."""
     kind, which, where, value, junk = mutation
@@ -153,6 +179,7 @@ def mutate(files: Files, mutation: tuple[str, int, int, Any, bytes]) -> Files:
             header, rest = split_header(data)
             header = change_json(header, kind, where, value)
             return files | {name: len(header).to_bytes(8, "little") + header + rest}
+        return files | {name: change_program(data, where, junk, insert=which % 2 == 1)}
     # Bytes: mostly near the beginning and the end, where structure is (headers, a zip's directory).
     end = (4096, len(data))[where % 2]
     place = (which ^ where) % max(1, min(len(data), end))
