@@ -61,7 +61,7 @@ def scan_pickle(path: Path) -> FileScan:
 
 def read_pickled(path: Path, name: str) -> Tensor:
     """One tensor of a file that `scan_pickle` found sound, as a copy in memory of its own."""
-    return _load(path)[name].detach().clone()
+    return _load(path, looked_at=True)[name].detach().clone()
 
 
 def _nbytes(tensor: Tensor) -> int:
@@ -76,10 +76,14 @@ def _fault(tensor: Tensor) -> str | None:
     return None
 
 
-def _load(path: Path) -> dict[str, Any]:
-    """The state dict, mapped; CheckpointError for a pickle with code, a damaged file, or something else altogether."""
+def _load(path: Path, *, looked_at: bool = False) -> dict[str, Any]:
+    """The state dict, mapped; CheckpointError for a pickle with code, a damaged file, or something else altogether.
+
+    `looked_at`: the program has been checked before, and there are a thousand tensors to read.
+    """
     size = check_regular(path)
-    _check_program(path, size)
+    if not looked_at:
+        _check_program(path, size)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises a dozen classes for damaged files; their texts span many lines
