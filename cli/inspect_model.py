@@ -88,14 +88,15 @@ def _shape(config: dict[str, Any]) -> str:
 
 
 def _weights(weights: Weights) -> Iterator[tuple[str, str]]:
-    widths = {f"{bits}-bit": n for bits, n in weights.bits.items()}
-    yield "bits", "4-bit, packed layers only" if weights.packed_only else _counted(widths, weights.plain_modules)
+    forms = _counted(weights.bits, weights.plain_modules)
+    yield "bits", "4-bit, packed layers only" if weights.packed_only else forms
     if weights.bits:
         groups = {("one group" if size == -1 else str(size)): n for size, n in weights.group_sizes.items()}
         yield "group size", _counted(groups, 0)
-        yield "grid", "symmetric" if weights.sym else "asymmetric"
-        yield "act-order", weights.act_order
-        yield "zero points", weights.zero_points
+        if weights.sym is not None:
+            yield "grid", "symmetric" if weights.sym else "asymmetric"
+            yield "act-order", weights.act_order
+            yield "zero points", weights.zero_points
     yield "lm_head", weights.lm_head
     yield "size", f"{format_size(weights.total_bytes)} ({weights.total_bytes} bytes) in {_files(weights.files)}"
     yield "a layer, stored", _each(weights.stored_layers)

@@ -35,6 +35,7 @@ class DeviceSize(Size):
 @click.option("--shape", metavar="NAME", help="Plan for a well-known shape, without weights; a wrong name lists them.")
 @click.option("--group-size", type=int, help="With --shape: inputs that share a scale.  [default: the usual]")
 @click.option("--weights", metavar="FILE", help="With MODEL: which file or index, where its folder holds several.")
+@click.option("--quantize", type=click.Choice(["nf4", "fp4"]), help="With a 16-bit MODEL: as it would be loaded so.")
 @click.option("--preset", type=click.Choice(PRESETS), help="A card of that size in an ordinary desktop.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: cuda with --preset or --host-memory]")
 @click.option("--device-memory", type=DeviceSize(), help="All that is allocated there: 8GiB, 8GB, bytes, auto.")
@@ -91,7 +92,7 @@ def _wishes(given: dict[str, Any]) -> PlanWishes:
         own |= {"device_memory": _bytes(given["device_memory"], device), "reserve": 0}
     if given["host_memory"] is not None:
         own |= {"host_memory": given["host_memory"], "host_reserve": 0}
-    return replace(wishes, rates=rates, **own)
+    return replace(wishes, rates=rates, quantize=given["quantize"] is not None, **own)
 
 
 def _bytes(size: int | str, device: str) -> int:

@@ -16,7 +16,7 @@ from eesd_lite.errors import ModelError
 from eesd_lite.head_list import available_heads
 from eesd_lite.packed_beside import packed_beside
 from eesd_lite.prepare import ModelSource, find_local
-from eesd_lite.sizing import DTYPE_BYTES, folder_layers, kv_bytes_per_token, module_shapes
+from eesd_lite.sizing import DTYPE_BYTES, folder_layers, kernel_for, kv_bytes_per_token, module_shapes
 from eesd_lite.text_facts import TextFacts, read_text_facts
 from quant.errors import CheckpointError
 from quant.model_folder import ModelFolder
@@ -39,7 +39,7 @@ class Weights:
     outside_layers: dict[str, int]  # embedding, lm_head, ...: bytes by module
     stored_layers: tuple[int, ...]
     packed_layers: tuple[int, ...]
-    bits: dict[int, int]  # width: how many modules
+    bits: dict[str, int]  # width and form, such as "4-bit GPTQ": how many modules
     group_sizes: dict[int, int]  # -1: one group
     plain_modules: int  # matrices in 16 bit inside the layers
     packed_only: bool  # the layers are there in packed form alone
@@ -163,14 +163,15 @@ def _inspect_weights(
     packed_only = beside is not None and not inside
     if config is not None and not packed_only and not found.problems:
         refusals += _faults(found, config)
-    first = next(iter(sorted(found.quantized, key=_by_layer_and_size)), None)
+    gptq = [module for module in found.quantized if module.kind == "gptq"]
+    first = min(gptq, key=_by_layer_and_size, default=None)
     return Weights(
         files=len(found.files),
         total_bytes=found.total_bytes + (sum(beside.layers) if beside is not None else 0),
         outside_layers={module.name: module.nbytes for module in outside},
         stored_layers=beside.layers if beside is not None and packed_only else _stored_layers(inside),
         packed_layers=beside.layers if beside is not None and packed_only else _packed_layers(opened, config),
-        bits=found.bits(),
+        bits=dict(sorted(Counter(f"{module.bits}-bit {_form(module)}" for module in found.quantized).items())),
         group_sizes=dict(sorted(Counter(module.group_size or -1 for module in found.quantized).items())),
         plain_modules=sum(module.kind == "plain" and len(module.shape) == 2 for module in inside),
         packed_only=packed_only,
@@ -185,9 +186,13 @@ def _packed_layers(opened: ModelFolder, config: ModelConfig | None) -> tuple[int
     if config is None:
         return ()
     try:
-        return folder_layers(opened, config, kernel="int4-cpu", itemsize=DTYPE_BYTES["bfloat16"])
+        return folder_layers(opened, config, kernel=kernel_for("cpu", "bfloat16"), itemsize=DTYPE_BYTES["bfloat16"])
     except (CheckpointError, ValueError):  # ValueError: a matrix that is none; both are refusals already
         return ()
+
+
+def _form(module: Module) -> str:
+    return "GPTQ" if module.kind == "gptq" else f"{module.kind} (bitsandbytes)"
 
 
 def _by_layer_and_size(module: Module) -> tuple[bool, int]:

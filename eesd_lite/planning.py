@@ -16,7 +16,15 @@ from eesd_lite.packed_beside import packed_beside
 from eesd_lite.placement import Plan, PlanRequest, make_plan
 from eesd_lite.plan_cost import Rates, SweepCost, sweep_cost
 from eesd_lite.prepare import find_local
-from eesd_lite.sizing import DTYPE_BYTES, default_context, folder_layers, has_own_table, plan_request, shape_layers
+from eesd_lite.sizing import (
+    DTYPE_BYTES,
+    default_context,
+    folder_layers,
+    has_own_table,
+    kernel_for,
+    plan_request,
+    shape_layers,
+)
 from eesd_lite.tiers import draft_capable
 from models.shapes import Shape, find_shape
 from quant.model_folder import ModelFolder
@@ -41,6 +49,7 @@ class PlanWishes:
     draft_limit: int = 16
     dtype: str = "bfloat16"
     host_mode: str = "stream"
+    quantize: bool = False  # a 16-bit model is loaded in bitsandbytes' 4-bit form
     rates: Rates = field(default_factory=Rates)
 
     @classmethod
@@ -92,7 +101,7 @@ def plan_model(model: str | Path, wishes: PlanWishes, *, weights: str | None = N
     if packed is not None and "model.layers.0.input_layernorm.weight" not in opened:
         layers = packed.layers
     else:
-        layers = folder_layers(opened, config, kernel=kernel, itemsize=itemsize)
+        layers = folder_layers(opened, config, kernel=kernel, itemsize=itemsize, quantize=wishes.quantize)
     heads = tuple(sorted(available_heads(source)))
     default = source.recipe.default_exit_layer if source.recipe is not None else None
     if wishes.exit_layer is None and heads:
@@ -128,7 +137,7 @@ def _storage(wishes: PlanWishes) -> tuple[str, int]:
     """The kernel and the bytes of a 16- or 32-bit number, as `loader.choose_kernels` would choose."""
     if wishes.dtype not in DTYPE_BYTES:
         raise EesdError(f"dtype must be bfloat16 or float32, not '{wishes.dtype}'")
-    return "dense" if wishes.dtype == "float32" else f"int4-{wishes.device}", DTYPE_BYTES[wishes.dtype]
+    return kernel_for(wishes.device, wishes.dtype), DTYPE_BYTES[wishes.dtype]
 
 
 def _planned(

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from eesd_lite.config import ModelConfig
 from eesd_lite.errors import EesdError
 from eesd_lite.placement import PlanRequest
+from quant.block_module import block_state
 from quant.model_folder import ModelFolder
 
 PREFILL_CHUNK = 128  # rows that pass a layer together: bounds the scratch memory of a long prompt
@@ -21,6 +23,7 @@ DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 _ALIGNMENT, _PAGE = 64, 4096  # of every tensor in a blob, and of the blob
 _INT4_ITEM = 2  # the int4 kernels keep scales and biases in bfloat16
 _KERNEL_GROUPS = (256, 128, 64, 32)
+_BNB_BLOCK = 64  # weights that share a scale where a 16-bit matrix is loaded as nf4
 _BLOCKS = {
     "qkv": ("self_attn", ("q_proj", "k_proj", "v_proj")),
     "o": ("self_attn", ("o_proj",)),
@@ -31,14 +34,32 @@ _BLOCKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One product as a layer stores it; `groups` None: 16 bit. `ordered`: the input order is stored (act-order)."""
+    """One product as a layer stores it. `groups` are those of a GPTQ matrix, `block` is the length of a block in
+    bitsandbytes' form; neither: 16 bit. `ordered`: the input order is stored (act-order)."""
 
     out_features: int
     in_features: int
-    groups: int | None
+    groups: int | None = None
+    block: int | None = None
     bits: int = 4
     bias: bool = False
     ordered: bool = False
+
+
+def kernel_for(device: str, dtype: str) -> str:
+    """A name for the kernels that `loader.choose_kernels` would choose: dense, int4-cuda or int4-cpu.
+
+    "+bf16" is added where the CPU multiplies bfloat16 itself, since bitsandbytes then stores its scales in it.
+    """
+    if dtype == "float32":
+        return "dense"
+    if device != "cpu":
+        return "int4-cuda"
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        flags = ""
+    return "int4-cpu+bf16" if "avx512_bf16" in flags else "int4-cpu"
 
 
 def kernel_group(part: Part, kernel: str) -> int | None:
@@ -47,7 +68,7 @@ def kernel_group(part: Part, kernel: str) -> int | None:
         return None
     if kernel == "int4-cuda" and (part.in_features % 128 or part.out_features % 8):
         return None
-    if kernel == "int4-cpu" and part.out_features % 16:
+    if kernel.startswith("int4-cpu") and part.out_features % 16:
         return None
     if part.in_features % part.groups:
         return None  # groups of unequal length
@@ -58,12 +79,18 @@ def kernel_group(part: Part, kernel: str) -> int | None:
 def part_bytes(part: Part, kernel: str, itemsize: int) -> tuple[int, ...]:
     """Bytes of every tensor that is stored for the part, in the order in which they are stored."""
     cells = part.out_features * part.in_features
+    bias = [part.out_features] if part.bias else []
     group = kernel_group(part, kernel)
-    if group is None:
-        return (cells * itemsize, *([part.out_features * itemsize] if part.bias else []))
-    pairs = part.in_features // group * part.out_features * 2
-    order = [4 * part.in_features] if part.ordered else []
-    return (cells // 2, pairs * _INT4_ITEM, *order, *([part.out_features * _INT4_ITEM] if part.bias else []))
+    if group is not None:
+        pairs = part.in_features // group * part.out_features * 2
+        order = [4 * part.in_features] if part.ordered else []
+        return (cells // 2, pairs * _INT4_ITEM, *order, *(size * _INT4_ITEM for size in bias))
+    if part.block is not None and kernel != "dense" and part.block <= 1024 and part.in_features % part.block == 0:
+        scales = cells // part.block
+        if kernel.endswith("+bf16") and part.out_features % 32 == 0:
+            return (cells // 2, scales * _INT4_ITEM, 16 * 4, *(size * _INT4_ITEM for size in bias))
+        return (cells // 2, scales * 4, *(size * _INT4_ITEM for size in bias))
+    return (cells * itemsize, *(size * itemsize for size in bias))
 
 
 def blob_bytes(sizes: Iterable[int]) -> int:
@@ -113,8 +140,10 @@ def shape_layers(
     return (one,) * config.num_hidden_layers
 
 
-def folder_layers(folder: ModelFolder, config: ModelConfig, *, kernel: str, itemsize: int) -> tuple[int, ...]:
-    """Packed bytes of every layer of a checkpoint, from its headers.
+def folder_layers(
+    folder: ModelFolder, config: ModelConfig, *, kernel: str, itemsize: int, quantize: bool = False
+) -> tuple[int, ...]:
+    """Packed bytes of every layer of a checkpoint, from its headers. `quantize`: 16-bit matrices are loaded as nf4.
 
     Headers do not tell whether a stored bias is all zero, and then dropped: it is counted; nor whether an act-order
     that the settings claim is a real one: it is believed. CheckpointError names a tensor that is missing or wrong.
@@ -126,7 +155,7 @@ def folder_layers(folder: ModelFolder, config: ModelConfig, *, kernel: str, item
         prefix = f"model.layers.{index}"
         parts: list[Part] = []
         for block, names in _BLOCKS.values():
-            parts += _fused([_part(folder, f"{prefix}.{block}.{name}", ordered) for name in names])
+            parts += _fused([_part(folder, f"{prefix}.{block}.{name}", ordered, quantize) for name in names])
         norms = [
             folder.info(f"{prefix}.{name}.weight").shape[0]
             for name in ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
@@ -141,11 +170,16 @@ def has_own_table(folder: ModelFolder, config: ModelConfig) -> bool:
     return folder.is_quantized("lm_head") or not config.tie_word_embeddings
 
 
-def _part(folder: ModelFolder, module: str, ordered: bool) -> Part:
+def _part(folder: ModelFolder, module: str, ordered: bool, quantize: bool) -> Part:
     bias = f"{module}.bias" in folder
+    if folder.stored_blocks(module) is not None:
+        state = block_state(folder.tensors, module)
+        out_features, in_features = state.shape
+        return Part(out_features=out_features, in_features=in_features, block=state.blocksize, bias=bias)
     if not folder.is_quantized(module):
         out_features, in_features = folder.info(f"{module}.weight").shape
-        return Part(out_features=out_features, in_features=in_features, groups=None, bias=bias)
+        block = _BNB_BLOCK if quantize else None
+        return Part(out_features=out_features, in_features=in_features, block=block, bias=bias)
     found = folder.module(module)
     return Part(
         out_features=found.out_features, in_features=found.in_features, groups=found.groups, bits=found.bits,
@@ -155,14 +189,16 @@ def _part(folder: ModelFolder, module: str, ordered: bool) -> Part:
 
 def _fused(parts: list[Part]) -> list[Part]:
     """One product where the parts can share it, as `packing` does; orders that differ show in the tensors only."""
-    kinds = {(part.groups, part.bits, part.ordered) for part in parts}
-    if len(kinds) > 1 or parts[0].groups is None:
-        return parts
     first = parts[0]
+    kinds = {(part.groups, part.block, part.bits, part.ordered) for part in parts}
+    plain = first.groups is None and first.block is None
+    torn = first.block is not None and any(part.out_features * part.in_features % first.block for part in parts)
+    if len(parts) == 1 or len(kinds) > 1 or plain or torn:
+        return parts
     return [
         Part(
             out_features=sum(part.out_features for part in parts), in_features=first.in_features, groups=first.groups,
-            bits=first.bits, bias=any(part.bias for part in parts), ordered=first.ordered,
+            block=first.block, bits=first.bits, bias=any(part.bias for part in parts), ordered=first.ordered,
         )
     ]  # fmt: skip
 

@@ -33,7 +33,7 @@ def test_a_70b_folder_is_shown_in_full_lines(huge: Path) -> None:
     lines = dict(line.split("  ", 1) for line in out.splitlines())
     found = {name.strip(): value.strip() for name, value in lines.items()}
     assert (code, err) == (0, "")
-    assert found["family"] == "llama" and found["layers"] == "80" and found["bits"] == "4-bit"
+    assert found["family"] == "llama" and found["layers"] == "80" and found["bits"] == "4-bit GPTQ"
     assert found["shape"] == "hidden 8192, intermediate 28672, heads 64, KV heads 8, per head 128, vocabulary 32000"
     assert found["a layer, packed"] == "434 MiB (454590464 bytes), 33.9 GiB together"
     assert found["size"].endswith("in 18 weight files")

@@ -49,7 +49,7 @@ def test_a_sound_folder_is_described_from_its_headers(tiny_of: TinyOf) -> None:
     found = inspect_model(tiny.folder)
     weights = weights_of(found)
     assert found.refusals == () and found.config["num_hidden_layers"] == 3 and found.rope == "theta 10000"
-    assert weights.bits == {4: 21} and weights.group_sizes == {32: 21} and weights.plain_modules == 0
+    assert weights.bits == {"4-bit GPTQ": 21} and weights.group_sizes == {32: 21} and weights.plain_modules == 0
     assert (weights.sym, weights.act_order, weights.lm_head) == (True, "no", "own")
     assert weights.zero_points == "version 1 claimed, version 1 detected"
     file = tiny.folder / "model.safetensors"
@@ -226,7 +226,7 @@ def test_the_demo_model_is_what_its_recipe_says() -> None:
     found = inspect_model("smollm2-135m")
     weights = weights_of(found)
     assert found.refusals == () and found.recipe == "smollm2-135m" and found.heads == (6, 10, 15, 20)
-    assert weights.bits == {4: 210} and weights.group_sizes == {64: 210} and weights.sym is False
+    assert weights.bits == {"4-bit GPTQ": 210} and weights.group_sizes == {64: 210} and weights.sym is False
     assert weights.packed_layers == (1_994_752,) * 30 and weights.lm_head == "tied to the embedding"
     assert found.text.tokens == found.config["vocab_size"] == 49152
 

@@ -10,13 +10,15 @@ import torch
 
 from eesd_lite.config import ModelConfig
 from eesd_lite.engine import Engine
-from eesd_lite.sizing import Part, folder_layers, head_bytes, kernel_group, part_bytes, shape_layers
+from eesd_lite.inspection import inspect_model
+from eesd_lite.sizing import Part, folder_layers, head_bytes, kernel_for, kernel_group, part_bytes, shape_layers
 from models.shapes import find_shape
 from quant.errors import CheckpointError
 from quant.kernels import Int4CpuKernel, kernel_order
 from quant.matrix import QuantizedMatrix
 from quant.model_folder import ModelFolder
-from tests.tiny import Tiny, TinySpec
+from tests.eesd_lite.test_nf4 import nf4_model, write_dense
+from tests.tiny import Tiny, TinySpec, write_tokenizer
 
 TinyOf = Callable[[TinySpec], Tiny]
 EngineOf = Callable[..., Engine]
@@ -106,3 +108,24 @@ def test_a_kernel_takes_what_is_counted_for_it(groups: int, out_features: int, b
         assert kernel_order(matrix) == (None, group)
         packed = Int4CpuKernel().pack(matrix)
         assert part_bytes(part, "int4-cpu", 2) == tuple(tensor.nbytes for tensor in packed.values())
+
+
+@pytest.mark.parametrize("saved", [False, True], ids=["16 bit loaded as nf4", "saved in 4 bit"])
+@pytest.mark.parametrize("inner", [192, 96])  # 96 is not a whole number of blocks of 64
+def test_headers_tell_the_bytes_of_layers_in_bitsandbytes_form(
+    tmp_path: Path, cache_home: Path, saved: bool, inner: int
+) -> None:
+    dense = write_dense(tmp_path / "dense", intermediate_size=inner)
+    folder, quantize = dense.folder, None if saved else "nf4"
+    if saved:
+        folder = tmp_path / "saved"
+        nf4_model(dense.folder).save_pretrained(folder)
+        write_tokenizer(folder)
+    found = folder_layers(
+        ModelFolder(folder), ModelConfig.from_folder(folder), kernel=kernel_for("cpu", "bfloat16"), itemsize=2,
+        quantize=not saved,
+    )  # fmt: skip
+    with Engine.from_pretrained(folder, quantize=quantize, head="off", context=64, threads=1) as engine:
+        assert found == engine.target.bank.layer_bytes
+    weights = inspect_model(folder).weights
+    assert weights is not None and weights.bits == ({"4-bit nf4 (bitsandbytes)": 35} if saved else {})
