@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -93,6 +93,7 @@ class Outcome:
     rounds: int = 0
     nodes: int = 0
     drafting_rounds: int = 0
+    log: list[tuple[int, int]] = field(default_factory=list)  # nodes and steps of every round
 
     @property
     def throughput(self) -> float:
@@ -120,6 +121,7 @@ def decode(
         outcome.tokens += kept + 1
         outcome.seconds += seconds
         outcome.rounds += 1
+        outcome.log.append((nodes, drafted.steps))
         outcome.nodes += nodes
         outcome.drafting_rounds += nodes > 0
     return outcome
