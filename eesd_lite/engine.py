@@ -279,7 +279,6 @@ class Engine:
         emitter = Emitter(params, self.text.eos_token_ids, self.text.stream())
         drafter = self._drafter(sampler)
         stats, before = self.stats, self.stats.snapshot()
-        read_before = self.target.bank.read_seconds
         produced = 0
         try:
             visible = list(ids)
@@ -305,7 +304,6 @@ class Engine:
             stats.prefill_emitted += min(1, emitted)
             # Counted from the rounds themselves, so that the sums close wherever an interruption struck.
             done = stats.since(before)
-            stats.read_seconds += self.target.bank.read_seconds - read_before
             stats.cut += done.accepted + done.rounds - max(emitted - 1, 0)
             self._cached = self._cached[: len(ids) + emitted]
             self.target.bank.abandon()
@@ -361,7 +359,7 @@ class Engine:
         """
         started = self.clock()
         target, stats, bank = self.target, self.stats, self.target.bank
-        start_bytes = bank.streamed_bytes
+        start_bytes, start_read = bank.streamed_bytes, bank.read_seconds
         drafted = self._draft(visible, drafter, depth)
         if isinstance(self.controller, LearnsDraftTime):
             self.controller.draft_took(self.clock() - started)
@@ -381,6 +379,7 @@ class Engine:
         stats.decode_seconds += seconds
         stats.draft_seconds += draft_seconds
         stats.wait_seconds += bank.waited_seconds - waited
+        stats.read_seconds += bank.read_seconds - start_read
         return list(accepted.tokens), drafted.tree.line_below(accepted.nodes[-1] if accepted.nodes else 0)
 
     def _draft(self, visible: list[int], drafter: Drafter | None, depth: int) -> Draft:

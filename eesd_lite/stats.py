@@ -35,7 +35,7 @@ class Stats:
     decode_seconds: float = 0.0
     draft_seconds: float = 0.0  # the part of decode_seconds before verification began
     wait_seconds: float = 0.0  # the part of it in which verification waited for a streamed layer
-    read_seconds: float = 0.0  # in which some layer was being read, prefill and background fetching included
+    read_seconds: float = 0.0  # the part of it in which some layer was being read
     draft_forwards: int = 0  # passes through the exit head made in order to propose a token
     target_rows: int = 0  # positions that went through the layers after the exit layer
 

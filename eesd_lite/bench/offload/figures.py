@@ -61,7 +61,7 @@ def _engine_figures(contender: Contender, plain: Contender) -> dict[str, Any]:
             "wait": round(stats.wait_seconds / rounds, 6),
             "compute": round(computing / rounds, 6),
         },
-        "overlap": _overlap(stats.decode_seconds, stats.wait_seconds, stats.read_seconds, stats.prefill_seconds),
+        "overlap": _overlap(stats.decode_seconds, stats.wait_seconds, stats.read_seconds),
         "resident_layers": plan["resident_layers"],
         "planned_bytes": plan["total_bytes"],
         "sweep_bytes": plan["sweep_bytes"],
@@ -71,14 +71,13 @@ def _engine_figures(contender: Contender, plain: Contender) -> dict[str, Any]:
     }
 
 
-def _overlap(decode: float, wait: float, read: float, prefill: float) -> float | None:
-    """Share of the shorter of reading and computing that ran beside the other, prefill included; None: no reading."""
-    if not read:
+def _overlap(seconds: float, wait: float, read: float) -> float | None:
+    """Share of the shorter of reading and computing that ran beside the other while decoding; None: no reading."""
+    shorter = min(read, seconds - wait)
+    if shorter <= 0:
         return None
-    computing = decode + prefill - wait
-    shorter = min(read, computing)
-    both = read + computing - (decode + prefill)
-    return round(max(0.0, min(1.0, both / shorter)), DIGITS) if shorter > 0 else None
+    both = read + (seconds - wait) - seconds
+    return round(max(0.0, min(1.0, both / shorter)), DIGITS)
 
 
 def disk_figures(
