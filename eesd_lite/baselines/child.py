@@ -84,6 +84,7 @@ def import_accelerate(settings: dict[str, Any]) -> Callable[[], Loaded]:
     if settings["threads"]:
         torch.set_num_threads(settings["threads"])
     folder = settings["folder"]
+    _skeleton(transformers, torch, folder)
     state: dict[str, Any] = {}
 
     def load() -> Loaded:
@@ -123,6 +124,7 @@ def import_airllm(settings: dict[str, Any]) -> Callable[[], Loaded]:
         raise Missing(f"{error.name or error} is not installed in {sys.executable}") from error
     if settings["threads"]:
         torch.set_num_threads(settings["threads"])
+    _skeleton(transformers, torch, settings["folder"])
     state: dict[str, Any] = {}
 
     def load() -> Loaded:
@@ -190,6 +192,12 @@ def import_llama_cpp(settings: dict[str, Any]) -> Callable[[], Loaded]:
 
     info = {"versions": {"llama-cpp-python": lib.__version__}, "gguf": settings["gguf"], "threads": threads}
     return load
+
+
+def _skeleton(transformers: Any, torch: Any, folder: str) -> None:
+    """The model without weights, once: transformers imports most of itself only when a model is made."""
+    with torch.device("meta"):
+        transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
 
 
 def _version(package: str) -> str:

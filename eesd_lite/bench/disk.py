@@ -7,6 +7,7 @@ puts the streamer's rate beside this one.
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import time
@@ -17,6 +18,7 @@ from pathlib import Path
 from eesd_lite.errors import StreamError
 
 BLOCK_BYTES = 4 << 20  # large enough that the request size no longer matters on common disks
+ENOUGH_BYTES = 1 << 30  # a turn of a large model does not have to see all of its files
 _ALIGNMENT = 4096
 
 
@@ -37,21 +39,20 @@ def mean_rate(turns: Sequence[DiskRate]) -> float:
 
 
 def raw_rate(files: Sequence[Path], seconds: float = 0.5) -> DiskRate:
-    """Reads the files one after another, whole passes, until `seconds` have gone by."""
+    """Reads whole files one after another, each at least once but for very large ones, until `seconds` have gone by."""
     assert files, "no files to read"
     buffer = mmap.mmap(-1, BLOCK_BYTES)  # page-aligned, as O_DIRECT wants it
     handles: list[tuple[int, bool]] = []
     try:
         for path in files:
             handles.append(_open(path))
-        total = 0
+        total, elapsed = 0, 0.0
         started = time.perf_counter()
-        while True:
-            for handle, direct in handles:
-                total += _read_all(handle, direct, buffer)
-            elapsed = time.perf_counter() - started
-            if elapsed >= seconds:
+        for turn, (handle, direct) in enumerate(itertools.cycle(handles)):
+            if elapsed >= seconds and (turn >= len(handles) or total >= ENOUGH_BYTES):
                 break
+            total += _read_all(handle, direct, buffer)
+            elapsed = time.perf_counter() - started
     except OSError as error:
         raise StreamError(f"cannot read {error.filename or files[0]}: {error.strerror or error}") from error
     finally:

@@ -69,8 +69,12 @@ def peer_specs(
             _check_installed(name)
             if folder is None:
                 folder = stack.enter_context(accelerate.sixteen_bit_copy(source.folder, progress))
-            make = _accelerate if name == accelerate.NAME else _airllm
-            makers[name] = lambda memory, make=make, folder=folder: make(settings, folder, memory, eos)  # type: ignore[misc]
+            tokenizer = sorted(source.folder.glob("*token*.json"))
+            makers[name] = (
+                (lambda memory, folder=folder: _accelerate(settings, folder, memory, eos))  # type: ignore[misc]
+                if name == accelerate.NAME
+                else (lambda memory, folder=folder, files=tokenizer: _airllm(settings, folder, files, eos))  # type: ignore[misc]
+            )
         except (PeerMissing, PrepareError) as missing:
             makers[name] = str(missing)
     return lambda memory: {name: make if isinstance(make, str) else make(memory) for name, make in makers.items()}
@@ -99,10 +103,12 @@ def _accelerate(settings: OffloadSettings, folder: Path, memory: int, eos: tuple
     return _shorter(spec, settings.baseline_tokens)
 
 
-def _airllm(settings: OffloadSettings, folder: Path, memory: int, eos: tuple[int, ...]) -> PeerSpec:
+def _airllm(settings: OffloadSettings, folder: Path, tokenizer: list[Path], eos: tuple[int, ...]) -> PeerSpec:
     shards = folder.with_name(f"{folder.name}-airllm")
     shutil.rmtree(shards, ignore_errors=True)
     shards.mkdir()
+    for path in tokenizer:  # it loads one, whatever it is asked
+        shutil.copy(path, folder)
     values = {"folder": str(folder), "offload_folder": str(shards), "threads": settings.threads}
     every = ["disk"] * ModelConfig.from_folder(folder).num_hidden_layers
     facts = {"sweep_bytes": accelerate.sweep_bytes(folder, every), "weights": "bfloat16, dequantized"}
