@@ -1,9 +1,9 @@
 """Damaged model folders by the thousand: whatever is in the files, the pre-flight check ends in one of our errors.
 
 Run as a program of its own (`python -m tests.fuzz.checkpoint_fuzzer EXAMPLES [SEED]`), since it limits its own address
-space and watches which files are opened. Sound folders (safetensors, shards with an index, a pickle, pickled shards)
-are mutated at the level of bytes, of JSON values and of files; then the folder is opened, checked, surveyed, and, where
-it passed, every layer is read and packed. Prints one JSON object. `tests/fuzz/test_fuzz_checkpoint.py` starts it.
+space and watches which files are opened. Sound folders (safetensors, shards with an index, a pickle, pickled shards,
+bitsandbytes) are mutated at the level of bytes, JSON values and files; then the folder is opened, checked, surveyed,
+and, where it passed, every layer is read and packed. Prints one JSON object. Started by `test_fuzz_checkpoint.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,11 @@ from eesd_lite.errors import USER_ERRORS
 from eesd_lite.ops import TorchOps
 from eesd_lite.packing import KernelSet, layer_tensors
 from eesd_lite.preflight import check_tensors
+from quant.blocks import TABLES
 from quant.checkpoint import Checkpoint
 from quant.kernels import DenseKernel
 from quant.survey import survey
-from tests.tiny import TinySpec, build
+from tests.tiny import PROJECTIONS, TinySpec, build
 
 EXTRA_MEMORY = 1 << 30  # bytes of address space beyond what the imports took
 CPU_SECONDS = 20  # of one example: real ones take some milliseconds
@@ -81,7 +82,7 @@ Files = dict[str, bytes]
 
 
 def sound_folders(root: Path) -> dict[str, Files]:
-    """The same tiny model in four layouts, as bytes by file name."""
+    """A tiny model in five layouts, as bytes by file name."""
     made = build(root / "made", SPEC).folder
     tensors = load_file(made / "model.safetensors")
     config = json.loads((made / "config.json").read_text())
@@ -106,6 +107,31 @@ def sound_folders(root: Path) -> dict[str, Files]:
             if parts > 1:
                 (folder / f"model.{suffix}.index.json").write_text(json.dumps({"weight_map": weight_map}))
             found[folder.name] = common | {path.name: path.read_bytes() for path in folder.iterdir()}
+    folder = root / "blocks"
+    folder.mkdir()
+    plain = {name: tensor for name, tensor in tensors.items() if "_proj." not in name}
+    save_file({**plain, **in_blocks(tensors)}, folder / "model.safetensors")
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    found["blocks"] = {
+        "config.json": json.dumps(config).encode(),
+        "generation_config.json": common["generation_config.json"],
+        "model.safetensors": (folder / "model.safetensors").read_bytes(),
+    }
+    return found
+
+
+def in_blocks(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The projections as bitsandbytes stores 4-bit matrices; any bytes are sound codes."""
+    found: dict[str, torch.Tensor] = {}
+    for index in range(SPEC.layers):
+        for name, (rows, columns) in PROJECTIONS.items():
+            out, inner, weight = SPEC.size(rows), SPEC.size(columns), f"model.layers.{index}.{name}.weight"
+            state = {"quant_type": "nf4", "blocksize": 32, "dtype": "float16", "shape": [out, inner]}
+            found[weight] = torch.randint(0, 256, (out * inner // 2, 1), dtype=torch.uint8)
+            found[f"{weight}.absmax"] = torch.rand(out * inner // 32)
+            found[f"{weight}.quant_map"] = torch.as_tensor(TABLES["nf4"])
+            text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+            found[f"{weight}.quant_state.bitsandbytes__nf4"] = text
     return found
 
 
@@ -270,7 +296,8 @@ def attempt(work: Callable[[], object], outcomes: collections.Counter[str]) -> N
 
 def main(examples: int, start: int | None) -> int:
     """Exit code 0, and the figures as JSON, if nothing but our own errors was met."""
-    root = Path(tempfile.mkdtemp(prefix="fuzz-checkpoint-"))
+    memory = Path("/dev/shm")  # thousands of small folders
+    root = Path(tempfile.mkdtemp(prefix="fuzz-checkpoint-", dir=memory if memory.is_dir() else None))
     layouts = sound_folders(root)
     folder = root / "model"
     outcomes: collections.Counter[str] = collections.Counter()
