@@ -44,6 +44,10 @@ def choose_head(
         layer = exit_layer if exit_layer is not None else default_exit_layer(source, config)
         return ChosenHead(layer, random_head(config, layer))
     if head == "instant":
+        if source.weights is not None:
+            raise HeadError(
+                "--head instant reads a folder with one checkpoint; keep one weight file instead of --weights"
+            )
         from eesd_lite.distill.instant import make_instant_head  # pulls in the trainer
 
         layer = exit_layer if exit_layer is not None else default_exit_layer(source, config)
