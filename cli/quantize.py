@@ -1,4 +1,4 @@
-"""`eesd quantize`: a 16-bit folder becomes a 4-bit GPTQ folder that AutoGPTQ and GPTQModel load too."""
+"""`eesd quantize`: a 16-bit folder becomes a 4-bit GPTQ folder that other tools load too (docs/conformance.md)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,14 @@ from cli.render import ProgressDisplay
 @click.option("--group-size", type=int, default=64, show_default=True, help="Inputs that share a scale; -1: all.")
 @click.option("--desc-act", is_flag=True, help="Quantize the most active inputs first (act-order).")
 @click.option("--sym/--asym", default=True, show_default=True, help="Symmetric grid, or one with a zero point.")
+@click.option(
+    "--format",
+    "layout",
+    type=click.Choice(["auto", "gptq", "gptq_v2"]),
+    default="auto",
+    show_default=True,
+    help="How zero points are stored; gptq: as AutoGPTQ loads it. auto: gptq for --sym, gptq_v2 for --asym.",
+)
 @click.option(
     "--method",
     type=click.Choice(["gptq", "rtn"]),
@@ -37,7 +45,7 @@ from cli.render import ProgressDisplay
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="For the self-written text.")
 @reports_errors
 def quantize(
-    source: str, target: Path, *, bits: int, group_size: int, desc_act: bool, sym: bool, method: str,
+    source: str, target: Path, *, bits: int, group_size: int, desc_act: bool, sym: bool, layout: str, method: str,
     calibration: str, calibration_rows: int, seed: int,
 ) -> None:  # fmt: skip
     """Quantize the folder or Hub model SRC into the new folder DST.
@@ -61,7 +69,7 @@ def quantize(
             data = None if calibration == "self" else Path(calibration)
             rows = calibration_ids(folder, data, rows=calibration_rows, seed=seed, progress=display)
         quantize_folder(
-            folder, target, bits=bits, group_size=group_size, desc_act=desc_act, sym=sym, method=method,
-            calibration=rows, progress=display,
+            folder, target, bits=bits, group_size=group_size, desc_act=desc_act, sym=sym, layout=layout,
+            method=method, calibration=rows, progress=display,
         )  # fmt: skip
     click.echo(str(target))

@@ -40,6 +40,7 @@ from quant.packing import SUPPORTED_BITS
 from quant.writer import GPTQWriter
 
 BATCH_TOKENS = 8192  # calibration tokens per forward call
+LAYOUTS = {"auto": 0, "gptq": 1, "gptq_v2": 2}  # checkpoint_format -> how zero points are stored; 0: by the grid
 
 
 def quantize_folder(
@@ -51,28 +52,36 @@ def quantize_folder(
     desc_act: bool = False,
     sym: bool = True,
     method: str = "gptq",
+    layout: str = "auto",
     calibration: Sequence[Sequence[int]] = (),
     progress: Progress = no_progress,
 ) -> None:
     """Write a GPTQ folder `dst` from the 16-bit folder `src`; `dst` appears whole or not at all.
 
-    `calibration` holds token ids, one sequence each (method "rtn" needs none). Raises EesdError for settings that
-    cannot be, CheckpointError for a source that cannot be read.
+    `calibration` holds token ids, one sequence each (method "rtn" needs none). `layout` is a key of LAYOUTS; "gptq"
+    makes a folder that AutoGPTQ loads too, "auto" takes version 1 for symmetric grids and version 2 for others. Raises
+    EesdError for settings that cannot be, CheckpointError for a source that cannot be read.
     """
     if method not in ("gptq", "rtn"):
         raise EesdError(f"method must be 'gptq' or 'rtn', not '{method}'")
+    if layout not in LAYOUTS:
+        raise EesdError(f"layout must be one of {', '.join(LAYOUTS)}, not '{layout}'")
     if dst.exists():
         raise EesdError(f"{dst} exists already; remove it or name another folder")
     config = ModelConfig.from_folder(src)
-    settings = GridSettings(bits=bits, group_size=group_size, sym=sym, desc_act=desc_act and method == "gptq")
+    version = LAYOUTS[layout] or (1 if sym else 2)
+    settings = GridSettings(
+        bits=bits, group_size=group_size, sym=sym, desc_act=desc_act and method == "gptq",
+        least_zero=1 if version == 1 else 0,
+    )  # fmt: skip
     _check_settings(config, settings)
     batches = _batches(config, calibration) if method == "gptq" else []
     refuse_quantized(src)
     checkpoint = Checkpoint(src)
     with atomic_dir(dst) as partial:
-        writer = GPTQWriter(partial, checkpoint, settings)
+        writer = GPTQWriter(partial, checkpoint, settings, version=version)
         writer.copy_small_files()
-        writer.add_unquantized()
+        writer.add_unquantized(repeat_embedding=layout == "gptq" and config.tie_word_embeddings)
         embed = checkpoint.tensor("model.embed_tokens.weight").to(torch.float32)
         hidden = [F.embedding(batch, embed) for batch in batches]
         reaches = layer_reaches(config, max((batch.shape[1] for batch in batches), default=1))

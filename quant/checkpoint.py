@@ -20,7 +20,7 @@ from quant.folder_index import PICKLES
 from quant.gptq_module import GPTQModule
 from quant.matrix import QuantizedMatrix
 from quant.model_folder import ModelFolder
-from quant.packing import unpack_qweight, unpack_qzeros
+from quant.packing import add_one_to_words, unpack_qweight, unpack_qzeros
 from quant.zero_points import decide_version, detected_version
 
 
@@ -107,6 +107,9 @@ class Checkpoint(ModelFolder):
         assert self.quant_config is not None
         stored = self.stored_zeros(header)
         version, note = decide_version(stored, header.bits, self.quant_config)
+        if version == 1 and self.quant_config.whole_words:
+            words = add_one_to_words(self.tensor(f"{header.name}.qzeros"), header.bits)
+            return unpack_qzeros(words, header.bits, header.out_features, version=2), note
         return stored + 1 if version == 1 else stored, note
 
     def stored_zeros(self, header: GPTQModule) -> Tensor:

@@ -39,6 +39,7 @@ _INSTEAD = "take a GPTQ version (checkpoint_format gptq or gptq_v2), or the 16-b
 class QuantConfig:
     """`version` is the claim about zero points: 1 = stored minus one (AutoGPTQ), 2 = as they are (`gptq_v2`).
 
+    `whole_words`: GPTQModel took one off whole words of asymmetric zero points, so that a 0 borrows from its neighbour.
     `stated` are the keys that the files really have; the rest are defaults. `base_name` is the weight file that
     AutoGPTQ says it wrote.
     """
@@ -49,6 +50,7 @@ class QuantConfig:
     sym: bool = True
     version: int = 1
     static_groups: bool = False
+    whole_words: bool = False
     overrides: Overrides = Overrides()
     stated: frozenset[str] = frozenset()
     base_name: str | None = None
@@ -90,7 +92,8 @@ def _build(folder: Path, raw: dict[str, Any], notes: list[str]) -> QuantConfig:
     _refuse_other_kinds(folder, raw)
     layout = raw.get("checkpoint_format", "gptq").lower()
     sym, desc_act = _flag(folder, raw, "sym", True), _flag(folder, raw, "desc_act", False)
-    if layout == "gptq" and not sym:
+    whole_words = layout == "gptq" and not sym and _by_gptqmodel(raw)
+    if layout == "gptq" and not sym and not whole_words:
         notes.append("asymmetric zero points in version 1 format: read as stored + 1, 15 meaning 16")
     if raw.get("adapter"):
         notes.append("the settings name an adapter (LoRA), which is not applied")
@@ -102,11 +105,20 @@ def _build(folder: Path, raw: dict[str, Any], notes: list[str]) -> QuantConfig:
         sym=sym,
         version=2 if layout == "gptq_v2" else 1,
         static_groups=_flag(folder, raw, "static_groups", False),
+        whole_words=whole_words,
         overrides=read_overrides(raw, notes),
         stated=frozenset(raw),
         base_name=base_name if isinstance(base_name, str) and base_name else None,
         notes=tuple(notes),
     )
+
+
+def _by_gptqmodel(raw: dict[str, Any]) -> bool:
+    """Whether GPTQModel signed the settings: `meta.quantizer` is "gptqmodel:7.7.0", or a list with such an entry."""
+    meta = raw.get("meta")
+    signed = meta.get("quantizer") if isinstance(meta, dict) else None
+    names = signed if isinstance(signed, list) else [signed]
+    return any(isinstance(name, str) and name.lower().startswith("gptqmodel:") for name in names)
 
 
 def _refuse_other_kinds(folder: Path, raw: dict[str, Any]) -> None:

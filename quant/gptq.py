@@ -25,6 +25,7 @@ class GridSettings:
     sym: bool = True
     desc_act: bool = False
     damp_percent: float = 0.01
+    least_zero: int = 0  # 1 where zero points are stored minus one: readers disagree about what a 0 becomes
     shrink_steps: int = 16  # candidate clippings of the range, 1.0 down to 0.7; 1 = no search
 
 
@@ -40,6 +41,7 @@ def find_grid(weights: Tensor, settings: GridSettings) -> tuple[Tensor, Tensor]:
     if settings.sym:
         high = torch.maximum(-low, high)
         low = -high
+    low = torch.minimum(low, -high * settings.least_zero / (max_code - settings.least_zero))
     flat = (high - low) <= 0
     low, high = torch.where(flat, -1.0, low), torch.where(flat, 1.0, high)
     best_error = torch.full_like(low, float("inf"))
@@ -48,7 +50,7 @@ def find_grid(weights: Tensor, settings: GridSettings) -> tuple[Tensor, Tensor]:
         shrink = 1.0 - 0.3 * step / max(settings.shrink_steps - 1, 1)
         scale = ((high - low) * shrink / max_code).clamp(min=2.0**-14).to(torch.bfloat16).to(torch.float32)
         zero = torch.full_like(scale, (max_code + 1) / 2) if settings.sym else torch.round(-low * shrink / scale)
-        zero = zero.clamp(0, max_code)
+        zero = zero.clamp(settings.least_zero, max_code)
         codes = torch.clamp(torch.round(weights / scale[:, None]) + zero[:, None], 0, max_code)
         error = ((codes - zero[:, None]) * scale[:, None] - weights).pow(2).sum(dim=1)
         better = error < best_error

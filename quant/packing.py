@@ -86,3 +86,14 @@ def unpack_qzeros(qzeros: Tensor, bits: int, out_features: int, version: int) ->
     """
     zeros = unpack_words(qzeros.t().contiguous(), bits, out_features).t().to(torch.int32)
     return (zeros + 1 if version == 1 else zeros).contiguous()
+
+
+def add_one_to_words(qzeros: Tensor, bits: int) -> Tensor:
+    """Version 1 `qzeros` of a writer that took one off whole words, as version 2: carries undo what it borrowed.
+
+    Three bits do not fill a word; there fields are taken one by one and wrap around.
+    """
+    if bits == 3:
+        fields = unpack_words(qzeros.t().contiguous(), bits, qzeros.shape[1] * 32 // bits)
+        return pack_words((fields + 1) & 7, bits).t().contiguous()
+    return qzeros + sum(1 << shift for shift in range(0, 32, bits))  # int32 wraps, as it did for the writer

@@ -1,7 +1,7 @@
 """Writer of a GPTQ folder in the layout of AutoGPTQ and GPTQModel: `qweight, qzeros, scales, g_idx[, bias]`.
 
-Zero points are stored in version 1 form (minus one), which every loader reads; asymmetric folders, which GPTQModel
-trusts only in version 2, say `gptq_v2`. The caller writes into a temporary folder and renames it when `finish` returns.
+Version 1 (`gptq`) stores zero points minus one, version 2 (`gptq_v2`) as they are; which tool loads which is in
+docs/conformance.md. The caller writes into a temporary folder and renames it when `finish` returns.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from quant.packing import pack_qweight, pack_qzeros
 from quant.safetensors_index import read_json
 
 SHARD_BYTES = 2 * 2**30
+EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _PROJECTION_ENDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 class GPTQWriter:
     """Collects tensors, writes a shard whenever SHARD_BYTES are together, and ends with the settings and the index."""
 
-    def __init__(self, folder: Path, source: Checkpoint, settings: GridSettings) -> None:
-        self.folder, self.source, self.settings = folder, source, settings
-        self.version = 1 if settings.sym else 2
+    def __init__(self, folder: Path, source: Checkpoint, settings: GridSettings, *, version: int) -> None:
+        self.folder, self.source, self.settings, self.version = folder, source, settings, version
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
         self._shards: list[list[str]] = []
@@ -45,12 +45,18 @@ class GPTQWriter:
             if path.is_file() and not skipped and path.stat().st_size < 64 * 2**20:
                 shutil.copyfile(path, self.folder / path.name)
 
-    def add_unquantized(self) -> None:
-        """Embeddings, norms and a separate lm_head, in float16 as AutoGPTQ keeps them."""
+    def add_unquantized(self, *, repeat_embedding: bool = False) -> None:
+        """Embeddings, norms and a separate lm_head, in float16 as AutoGPTQ keeps them.
+
+        `repeat_embedding` stores the embedding a second time as the lm_head of a model that ties the two: AutoGPTQ
+        writes such folders so, and loads garbage without.
+        """
         for name in self.source.tensors:
             module = name.rsplit(".", 1)[0]
             if not module.endswith(_PROJECTION_ENDS) and not name.endswith("rotary_emb.inv_freq"):
                 self._add(name, self.source.tensor(name).to(torch.float16))
+        if repeat_embedding and LM_HEAD not in self.source:
+            self._add(LM_HEAD, self.source.tensor(EMBEDDING).to(torch.float16))
 
     def add_matrix(self, module: str, matrix: QuantizedMatrix) -> None:
         """One quantized projection, named as in the source model."""

@@ -95,6 +95,31 @@ def test_the_same_input_gives_the_same_folder(source: Tiny, tmp_path: Path) -> N
     assert first.read_bytes() == second.read_bytes()
 
 
+def test_the_gptq_layout_has_no_zero_point_that_readers_disagree_about_and_both_ends_of_a_tied_model(
+    tmp_path: Path,
+) -> None:
+    """A zero point of 0 is stored as -1 in version 1: some tools read it as 0, others as 16. AutoGPTQ needs lm_head."""
+    tiny = build(tmp_path / "source", TinySpec(layers=2, seed=13, tied=True))
+    stored = {name: w for name, w in tiny.weights.items() if name != "lm_head.weight"}
+    positive = {name: w.abs() if "proj.weight" in name else w for name, w in stored.items()}
+    save_file({n: w.half().contiguous() for n, w in positive.items()}, tiny.folder / "model.safetensors")
+    config = json.loads((tiny.folder / "config.json").read_text())
+    del config["quantization_config"]
+    (tiny.folder / "config.json").write_text(json.dumps(config))
+    zeros = {}
+    for layout in ("auto", "gptq"):
+        quantize_folder(tiny.folder, tmp_path / layout, group_size=32, sym=False, method="rtn", layout=layout)
+        written = Checkpoint(tmp_path / layout)
+        settings = json.loads((tmp_path / layout / "config.json").read_text())["quantization_config"]
+        assert settings["checkpoint_format"] == ("gptq_v2" if layout == "auto" else "gptq")
+        zeros[layout] = written.matrix("model.layers.1.mlp.up_proj").zeros
+        assert ("lm_head.weight" in written) == (layout == "gptq")
+    assert int(zeros["auto"].max()) == 0 and int(zeros["gptq"].min()) == int(zeros["gptq"].max()) == 1
+    assert torch.equal(written.tensor("lm_head.weight"), written.tensor("model.embed_tokens.weight"))
+    exact = positive["model.layers.1.mlp.up_proj.weight"]
+    assert float((written.dequantized("model.layers.1.mlp.up_proj") - exact).norm() / exact.norm()) < 0.06
+
+
 def test_progress_is_told_layer_by_layer(source: Tiny, tmp_path: Path) -> None:
     steps: list[tuple[int, int]] = []
     quantized(source, tmp_path / "out", method="rtn", progress=lambda stage, done, total: steps.append((done, total)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,25 @@ def test_one_group_for_every_stored_zero_point_is_read_by_the_stated_rule(tmp_pa
     expected = (drawn.codes - np.repeat(stored + 1, 32, axis=0).T) * np.repeat(scales, 32, axis=0).T
     assert np.allclose(checkpoint.dequantized(MODULE).double().numpy(), expected, rtol=1e-6, atol=0)
     assert any("15 meaning 16" in note for note in checkpoint.notes)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("quantizer", ["gptqmodel:7.7.0", ["gptqmodel:7.7.0", "another:1.0"]], ids=str)
+def test_gptqmodel_took_one_off_whole_words_and_a_zero_point_of_0_is_read_back(
+    tmp_path: Path, bits: int, quantizer: Any
+) -> None:
+    drawn = drawn_with(out=32, bits=bits, sym=False, version=2)
+    zeros = np.random.default_rng(bits).integers(0, 3, drawn.zeros.shape)
+    one_each = np.uint32(sum(1 << shift for shift in range(0, 32, bits)))
+    words = (pack_bits(zeros.T, bits).T.view(np.uint32) - one_each).view(np.int32)
+    g_idx, scales = drawn.tensors["g_idx"], drawn.tensors["scales"].astype(np.float32)
+    exact = (drawn.codes - zeros[g_idx].T).astype(np.float32) * scales[g_idx].T
+    drawn = replace(drawn, tensors=drawn.tensors | {"qzeros": np.ascontiguousarray(words)})
+    folder = write(tmp_path / "m", drawn, SETTINGS | {"bits": bits, "sym": False, "meta": {"quantizer": quantizer}})
+    checkpoint = Checkpoint(folder)
+    assert np.array_equal(checkpoint.matrix(MODULE).zeros.numpy(), zeros)
+    assert np.array_equal(checkpoint.dequantized(MODULE).numpy(), exact)
+    assert not any("15 meaning 16" in note for note in checkpoint.notes)
 
 
 @pytest.mark.parametrize(("stored", "claimed"), [(1, 2), (2, 1)])

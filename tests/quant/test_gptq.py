@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -67,6 +69,19 @@ def test_lazy_block_updates_give_the_plain_algorithm(inner: int, group: int) -> 
         work[:, column] = code
     same = (found.codes.numpy() == work).mean()
     assert same > 0.97, f"only {same:.3f} of the codes agree"
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_a_grid_that_may_not_use_zero_point_0_covers_positive_weights_all_the_same(bits: int) -> None:
+    weights = torch.rand(50, 32, generator=torch.Generator().manual_seed(0))
+    settings = GridSettings(bits=bits, sym=False, shrink_steps=1)
+    assert bool((find_grid(weights, settings)[1] == 0).all())
+    settings = GridSettings(bits=bits, sym=False, shrink_steps=1, least_zero=1)
+    scale, zero = find_grid(weights, settings)
+    found = round_to_nearest(weights, replace(settings, group_size=-1)).dequantize()
+    assert bool((zero == 1).all())
+    # Half a step, and what rounding the scale to 8 bits of mantissa adds at the top of the range.
+    assert bool(((found - weights).abs() <= scale[:, None] * 0.5 + weights * 2.0**-8).all())
 
 
 @pytest.mark.parametrize("sym", [True, False])

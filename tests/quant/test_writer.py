@@ -36,7 +36,7 @@ def source(tmp_path: Path) -> Checkpoint:
 
 def write(folder: Path, source: Checkpoint, settings: GridSettings, bias: bool = False) -> dict[str, QuantizedMatrix]:
     folder.mkdir()
-    writer = GPTQWriter(folder, source, settings)
+    writer = GPTQWriter(folder, source, settings, version=1 if settings.sym else 2)
     writer.copy_small_files()
     writer.add_unquantized()
     matrices = {}
@@ -122,7 +122,7 @@ def test_a_matrix_without_scales_worth_storing_survives_float16(tmp_path: Path, 
     """The smallest scale that a grid may have is exact in float16, so that writing rounds nothing."""
     folder = tmp_path / "out"
     folder.mkdir()
-    writer = GPTQWriter(folder, source, GridSettings(group_size=32))
+    writer = GPTQWriter(folder, source, GridSettings(group_size=32), version=1)
     tiny = gptq_quantize(torch.full((16, 64), 1e-9), torch.eye(64), GridSettings(group_size=32))
     writer.add_matrix(MODULES[0], tiny)
     writer.finish()
