@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from eesd_lite.cache import KVCache, Rows
 from eesd_lite.cpu_ops import FusedCpuOps
-from eesd_lite.ops import Ops, Reach, Rope, TorchOps, attended_slots
+from eesd_lite.ops import Ops, QKNorm, Reach, Rope, TorchOps, attended_slots
 
 BF16, F64 = torch.bfloat16, torch.float64
 SHAPES = [(9, 3, 64), (4, 1, 8), (4, 2, 96), (2, 2, 128), (3, 1, 20)]  # heads, key-value heads, head_dim
@@ -32,8 +32,13 @@ def tables(head_dim: int) -> Rope:
 class Head:
     """One layer's cache with random keys in `filled` slots, and a stream of query rows by position."""
 
-    def __init__(self, shape: tuple[int, int, int], filled: int = 0) -> None:
+    def __init__(
+        self, shape: tuple[int, int, int], filled: int = 0, window: int | None = None, norm: bool = False
+    ) -> None:
         self.heads, self.kv_heads, self.head_dim = shape
+        self.window = window
+        weights = (1 + draw(seed, self.head_dim) / 4 for seed in (5, 6))
+        self.qk_norm = QKNorm(*weights, 1e-5) if norm else None
         self.rope = tables(self.head_dim)
         cache = KVCache(1, CAPACITY, num_key_value_heads=self.kv_heads, head_dim=self.head_dim, dtype=BF16)
         self.k, self.v = cache.layer(0)
@@ -43,7 +48,9 @@ class Head:
 
     def run(self, ops: Ops, rows: Rows, inputs: torch.Tensor | None = None) -> torch.Tensor:
         qkv = self.inputs[rows.positions] if inputs is None else inputs
-        return ops.attention(qkv.contiguous(), self.k, self.v, rows, Reach(self.rope), self.heads)
+        return ops.attention(
+            qkv.contiguous(), self.k, self.v, rows, Reach(self.rope, self.window), self.heads, self.qk_norm
+        )
 
 
 def rotated(heads: torch.Tensor, position: int, rope: Rope) -> torch.Tensor:  # float64
@@ -53,14 +60,22 @@ def rotated(heads: torch.Tensor, position: int, rope: Rope) -> torch.Tensor:  # 
     return heads * torch.cat([cos, cos]) + turned * torch.cat([sin, sin])
 
 
+def normed(heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """RMSNorm over a head, float64."""
+    return heads / (heads.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.to(F64)
+
+
 def exact_attention(head: Head, rows: Rows) -> torch.Tensor:
     """Over the keys and values as they stand in the cache, in float64."""
     results = []
     for row in range(len(rows)):
         position = int(rows.positions[row])
         query = head.inputs[position].to(F64).view(-1, head.head_dim)[: head.heads]
+        if head.qk_norm is not None:
+            query = normed(query, head.qk_norm.query)
         query = rotated(query, position, head.rope).view(head.kv_heads, -1, head.head_dim)
         slots = attended_slots(rows, row)
+        slots = slots if head.window is None else slots[max(0, len(slots) - head.window) :]
         scores = query @ head.k[:, slots].to(F64).transpose(1, 2) * head.head_dim**-0.5
         results.append((torch.softmax(scores, dim=-1) @ head.v[:, slots].to(F64)).flatten())
     return torch.stack(results)
@@ -190,3 +205,81 @@ def test_a_row_outside_the_cache_is_refused_and_nothing_is_stored(wrong: str) ->
     with pytest.raises(AssertionError, match="goes beyond"):
         head.run(FusedCpuOps(threads=1), rows, head.inputs[:1])
     assert torch.equal(head.k, before)
+
+
+# Windows, and norms of queries and keys.
+
+WINDOWS = [1, 7, 16, 40, 64, 100, 1000]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("ops", both(), ids=lambda ops: ops.name)
+def test_a_window_is_near_float64(ops: Ops, window: int) -> None:
+    head, rows = Head((4, 2, 96), filled=150, window=window), Rows.chain(150, 7)
+    found = head.run(ops, rows).to(F64)
+    exact = exact_attention(head, rows)
+    assert bool(((found - exact).abs() <= 2.0**-8 * exact.abs() + 2e-5).all())
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("kind", ["torch", "fused-cpu"])
+def test_rows_within_a_window_equal_single_rows_chunks_and_paths_of_a_tree(kind: str, window: int) -> None:
+    ops: Ops = TorchOps(BF16) if kind == "torch" else FusedCpuOps(threads=2)
+    shape = (9, 3, 64)
+    whole, steps, chunks = (Head(shape, window=window) for _ in range(3))
+    rows = Rows.chain(0, 200)
+    expected = whole.run(ops, rows)
+    assert torch.equal(torch.cat([steps.run(ops, Rows.chain(i, 1)) for i in range(200)]), expected)
+    pieces = [rows.slice(start, min(start + 37, 200)) for start in range(0, 200, 37)]
+    assert torch.equal(torch.cat([chunks.run(ops, piece) for piece in pieces]), expected)
+    parents = [-1, -1, 0, 1, 2, 2, 4, 3, 6]
+    tree, inputs = Head(shape, filled=130, window=window), draw(9, len(parents), whole.inputs.shape[1])
+    rows = Rows.tree(130, parents)
+    found = tree.run(ops, rows, inputs)
+    for node in range(len(parents)):
+        path = rows.paths[node][rows.paths[node] >= 0] - 130
+        chain = Head(shape, filled=130, window=window)
+        assert torch.equal(found[node], chain.run(ops, Rows.chain(130, len(path)), inputs[path])[-1]), f"node {node}"
+
+
+def test_what_the_window_has_left_behind_is_never_read() -> None:
+    for ops in both():
+        clean, dirty = Head((9, 3, 64), filled=100, window=20), Head((9, 3, 64), filled=100, window=20)
+        dirty.k[:, :81], dirty.v[:, :81] = float("nan"), float("nan")
+        assert torch.equal(clean.run(ops, Rows.chain(100, 1)), dirty.run(ops, Rows.chain(100, 1)))
+        dirty.k[:, 81] = float("nan")
+        assert dirty.run(ops, Rows.chain(100, 1)).isnan().all()
+
+
+def test_a_window_that_reaches_everything_changes_no_bit() -> None:
+    for ops in both():
+        without, wide = Head((4, 2, 16), filled=90), Head((4, 2, 16), filled=90, window=95)
+        assert torch.equal(without.run(ops, Rows.chain(90, 5)), wide.run(ops, Rows.chain(90, 5)))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("ops", both(), ids=lambda ops: ops.name)
+def test_normalized_queries_and_keys_are_near_float64(ops: Ops, shape: tuple[int, int, int]) -> None:
+    head, rows = Head(shape, filled=100, norm=True), Rows.chain(100, 7)
+    found = head.run(ops, rows).to(F64)
+    heads, kv_heads, head_dim = shape
+    keys = head.inputs[100:107].to(F64).view(7, -1, head_dim)[:, heads : heads + kv_heads]
+    assert head.qk_norm is not None
+    for row in range(7):
+        wanted = rotated(normed(keys[row], head.qk_norm.key), 100 + row, head.rope)
+        torch.testing.assert_close(head.k[:, 100 + row].to(F64), wanted, rtol=2.0**-8, atol=1e-6)
+    exact = exact_attention(head, rows)
+    assert bool(((found - exact).abs() <= 2.0**-8 * exact.abs() + 2e-5).all())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", ["torch", "fused-cpu"])
+def test_normalized_rows_at_once_equal_rows_one_by_one(kind: str, shape: tuple[int, int, int]) -> None:
+    kinds: list[Ops] = [TorchOps(BF16)] if kind == "torch" else [FusedCpuOps(threads=n) for n in (1, 2)]
+    alone = Head(shape, filled=50, norm=True)
+    single = torch.cat([alone.run(kinds[0], Rows.chain(50 + row, 1)) for row in range(9)])
+    for ops in kinds:
+        for count in (2, 5, 9):
+            together = Head(shape, filled=50, norm=True)
+            assert torch.equal(together.run(ops, Rows.chain(50, count)), single[:count]), f"{count} rows"
+            assert torch.equal(together.k[:, : 50 + count], alone.k[:, : 50 + count])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from eesd_lite.config import ModelConfig, RopeScaling
 from eesd_lite.errors import ModelError
-from eesd_lite.rope import rope_tables
+from eesd_lite.rope import layer_reaches, rope_tables
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -82,3 +83,34 @@ def test_llama3_with_crossed_frequencies_is_refused() -> None:
     scaling = RopeScaling(rope_type="llama3", factor=8.0, low_freq_factor=4.0, high_freq_factor=1.0)
     with pytest.raises(ModelError, match="low_freq_factor 4.0"):
         rope_tables(config(64, 10000.0, scaling), 10)
+
+
+def test_llama3_scales_three_bands_as_computed_by_hand() -> None:
+    """head_dim 8, theta 10000: waves of 2 pi, 20 pi, 200 pi and 2000 pi positions; 64 original ones, factor 8."""
+    scaling = RopeScaling(rope_type="llama3", **LLAMA3)  # type: ignore[arg-type]
+    cos, sin = rope_tables(config(8, 10000.0, scaling), 601)
+    smooth = (64 / (20 * math.pi) - 1) / (4 - 1)  # the wave of 62.8 lies between 64 / 4 and 64 / 1
+    frequencies = [1.0, 0.1 * ((1 - smooth) / 8 + smooth), 0.01 / 8, 0.001 / 8]  # short kept, long ones stretched
+    for place, frequency in enumerate(frequencies):
+        # Angles up to 600 in float32: half a unit in the last place is 3e-5.
+        assert cos[600, place].item() == pytest.approx(math.cos(600 * frequency), abs=1e-4)
+        assert sin[600, place].item() == pytest.approx(math.sin(600 * frequency), abs=1e-4)
+
+
+def test_dynamic_is_no_scaling_within_the_original_context_and_refused_beyond_it() -> None:
+    scaled = config(64, 10000.0, RopeScaling(rope_type="dynamic", factor=4.0, original_max_position_embeddings=512))
+    plain = layer_reaches(config(64, 10000.0, None), 512)
+    theirs = transformers_tables(64, 10000.0, {"rope_type": "dynamic", "factor": 4.0}, 512)
+    for mine, other, third in zip(layer_reaches(scaled, 512)[0].rope, plain[0].rope, theirs, strict=True):
+        assert torch.equal(mine, other)
+        torch.testing.assert_close(mine, third, rtol=0, atol=1.2e-7)
+    assert len(layer_reaches(scaled, 512, slack=16)[0].rope[0]) == 528  # slots of drafts, whose positions stay below
+    with pytest.raises(ModelError, match="513 positions: rope scaling 'dynamic' is supported up to .* of 512"):
+        layer_reaches(scaled, 513)
+
+
+def test_transformers_own_dynamic_scaling_changes_earlier_keys_as_a_text_grows() -> None:
+    """Why it is refused: the table of one position depends on how long the text is when it is asked for."""
+    short = transformers_tables(64, 10000.0, {"rope_type": "dynamic", "factor": 4.0}, 600)
+    long = transformers_tables(64, 10000.0, {"rope_type": "dynamic", "factor": 4.0}, 700)
+    assert not torch.allclose(short[0], long[0][:600], atol=1e-2)
