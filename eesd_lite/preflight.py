@@ -49,6 +49,7 @@ def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> tuple[str, ...
         if index in present:
             expected |= {f"{layer_prefix(index)}.{name}": shape for name, shape in shapes.items()}
     problems += [line for name, shape in expected.items() for line in _faults(checkpoint, name, shape)]
+    problems += _foreign_norms(checkpoint, config, expected)
     if not problems:
         try:
             _, version_note = checkpoint.zero_version()
@@ -172,6 +173,17 @@ def _plain_faults(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> 
         yield f"'{name}' has shape {info.shape}, config.json says {shape}"
     elif info.dtype not in FLOATS:
         yield f"'{name}' is stored as {info.dtype}; {', '.join(FLOATS)} and GPTQ are read, take such a version"
+
+
+def _foreign_norms(
+    checkpoint: Checkpoint, config: ModelConfig, expected: Mapping[str, tuple[int, ...]]
+) -> Iterator[str]:
+    """Norms of a layer that the family does not have: leaving them out would be another model, however it loads."""
+    for name in checkpoint.tensors:
+        if name.startswith("model.layers.") and name.endswith("norm.weight") and name not in expected:
+            parts = name.split(".", 3)
+            if parts[2].isdecimal() and int(parts[2]) < config.num_hidden_layers:
+                yield f"'{shown(name)}' is stored, and model_type {config.model_type} has no such norm"
 
 
 def _unknown(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]]) -> list[str]:

@@ -247,6 +247,17 @@ def test_a_bias_or_norm_that_the_family_needs_is_missed_by_name(tmp_path: Path, 
         tiny.engine()
 
 
+def test_a_norm_that_the_family_lacks_is_not_left_out_in_silence(tmp_path: Path) -> None:
+    tiny = build(tmp_path / "model", FAMILIES["qwen3"])
+    config = json.loads((tiny.folder / "config.json").read_text())
+    config |= {"model_type": "llama", "use_sliding_window": False, "architectures": ["LlamaForCausalLM"]}
+    (tiny.folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ModelError, match=r"layers.0.self_attn.k_norm.weight' is stored, and model_type llama has no such"
+    ):
+        tiny.engine()
+
+
 def test_a_bias_is_added_once_and_after_the_product(tiny_of: TinyOf, engine_of: EngineOf) -> None:
     """Against float64 on one row; the parity with transformers says the same for whole models."""
     spec = replace(FAMILIES["qwen2"], config={})

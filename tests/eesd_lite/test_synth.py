@@ -27,7 +27,7 @@ from quant.checkpoint import Checkpoint
 from quant.model_folder import ModelFolder
 
 SMALL = Shape(
-    name="small", model_type="llama", hidden_size=128, intermediate_size=256, num_hidden_layers=3,
+    name="small", model_type="qwen2", hidden_size=128, intermediate_size=256, num_hidden_layers=3,
     num_attention_heads=4, num_key_value_heads=2, head_dim=32, vocab_size=512, max_position_embeddings=256,
     attention_bias=True,
 )  # fmt: skip
