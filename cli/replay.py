@@ -23,7 +23,20 @@ from cli.render import ProgressDisplay
     help="memory, sweep:S, hidden:S:H, jump:S:K, cpu:S; S is the sweep in draft steps.  [default: twelve of them]",
 )
 @click.option("--controllers", type=Names(), default="hf,beta,calibrated", show_default=True)
-@click.option("--one-conversation", is_flag=True, help="The answers are turns of one conversation.")
+@click.option(
+    "--mode",
+    type=click.Choice(["conversations", "one", "cold"]),
+    default="conversations",
+    show_default=True,
+    help="Answers are conversations on one plan, turns of one conversation, or each begins without known costs.",
+)
+@click.option(
+    "--drafter",
+    type=click.Choice(["head", "ngram"]),
+    default="head",
+    show_default=True,
+    help="The recorded head, or look-ups in the same texts without a head.",
+)
 @click.option("--noise", type=click.FloatRange(0, 1), default=0.03, show_default=True, help="Of the seconds they see.")
 @click.option("--seeds", type=click.IntRange(min=1), default=3, show_default=True, help="Runs of what draws lots.")
 @click.option("--json", "json_only", is_flag=True, help="Nothing but the JSON object: no progress, no table.")
@@ -70,8 +83,9 @@ def render(report: dict[str, Any]) -> str:
     rows.append(["all (geometric)", "", "", *means])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    source = "look-ups in the text" if about.get("drafter") == "ngram" else f"exit {about['exit_layer']}"
     head = (
-        f"{about['model']}, exit {about['exit_layer']}, temperature {about['params']['temperature']:g}, "
+        f"{about['model']}, {source}, temperature {about['params']['temperature']:g}, "
         f"{about['answers']} answers, {about['positions']} positions; shares of the best fixed length at each point"
     )
     last = f"the best single fixed length over all: {single}, {overall[single]['of_best_fixed']:.3f}" if single else ""

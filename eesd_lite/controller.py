@@ -10,8 +10,10 @@ from __future__ import annotations
 import re
 from typing import Any, Protocol, runtime_checkable
 
-from eesd_lite.controllers_thompson import CALIBRATED_EDGES, ThompsonController
+from eesd_lite.acceptance import GENERIC, AcceptancePrior
+from eesd_lite.controllers_thompson import ThompsonController
 from eesd_lite.controllers_tree import FixedTree, ThompsonTree, TreeController
+from eesd_lite.costs import RoundCosts
 from eesd_lite.errors import EesdError
 
 CONTROLLER_NAMES = ("calibrated", "beta", "fixed:K", "hf", "off", "tree", "tree:NODES")
@@ -111,10 +113,10 @@ def draft_limit_for(*specs: str) -> int:
     return max(LARGEST_TREE if isinstance(any_controller(spec), TreeController) else LONGEST_CHAIN for spec in specs)
 
 
-def any_controller(spec: str, rng_seed: int = 0) -> Controller | TreeController:
-    """The controller that a user names, of chains or of trees; EesdError lists the names."""
+def any_controller(spec: str, rng_seed: int = 0, *, costs: RoundCosts | None = None) -> Controller | TreeController:
+    """The controller that a user names, of chains or of trees; EesdError lists the names. `costs`: of chains."""
     tree = _tree_controller(spec, rng_seed)
-    return tree if tree is not None else make_controller(spec, rng_seed)
+    return tree if tree is not None else make_controller(spec, rng_seed, costs=costs)
 
 
 def _tree_controller(spec: str, rng_seed: int) -> TreeController | None:
@@ -128,8 +130,13 @@ def _tree_controller(spec: str, rng_seed: int) -> TreeController | None:
     raise EesdError(f"tree:NODES takes a number of nodes from 1 to {LARGEST_TREE}, not {spec!r}")
 
 
-def make_controller(spec: str, rng_seed: int = 0) -> Controller:
-    """The controller of chains that a user names; EesdError lists the names."""
+def make_controller(
+    spec: str, rng_seed: int = 0, *, costs: RoundCosts | None = None, prior: AcceptancePrior = GENERIC
+) -> Controller:
+    """The controller of chains that a user names; EesdError lists the names.
+
+    Those that learn begin with `prior`, and with `costs` of the plan if it has run before; they add to `costs`.
+    """
     if _tree_controller(spec, rng_seed) is not None:
         raise EesdError(f"{spec} grows trees; here only chains can be compared, such as calibrated or fixed:4")
     kind, _, number = spec.strip().lower().partition(":")
@@ -139,9 +146,9 @@ def make_controller(spec: str, rng_seed: int = 0) -> Controller:
         return ThresholdController(float(number))
     if not number and ":" not in spec:
         if kind == "calibrated":
-            return ThompsonController(kind, CALIBRATED_EDGES, rng_seed)
+            return ThompsonController(kind, rng_seed=rng_seed, costs=costs, prior=prior)
         if kind == "beta":
-            return ThompsonController(kind, (), rng_seed)
+            return ThompsonController(kind, rng_seed=rng_seed, costs=costs, prior=prior.without_confidence())
         if kind == "hf":
             return ThresholdController()
         if kind == "off":

@@ -12,12 +12,11 @@ import random
 from bisect import bisect_right
 from typing import Any
 
+from eesd_lite.acceptance import GENERIC, AcceptancePrior
 from eesd_lite.costs import RoundCosts
 
-# Confidence levels are finer near 1, where a small difference in acceptance decides between 5 tokens and 15.
-CALIBRATED_EDGES = (0.15, 0.3, 0.5, 0.7, 0.85, 0.93, 0.98)
-
-_PRIOR_WEIGHT = 2.0  # in observations: what a level believes before it saw any
+_PRIOR_WEIGHT = 8.0  # in observations: what a level believes before it saw any
+_NEXT_WEIGHT = 8.0  # the same for which level follows which
 _KEEP = 0.99  # per observation of a level: about the last 100 count
 _KEEP_ALL = 0.98  # the same for the head's honesty over all levels: about the last 50
 _KEEP_OFF = 0.998  # per round without drafting: what was believed when drafting stopped fades, half in 350 rounds
@@ -25,9 +24,13 @@ _MARGINAL_WEIGHT = 8.0  # in observations: how strongly the next level is guesse
 _LEAST_START = 0.03  # tokens that a draft must promise: measured times are not exact enough for less
 _LEAST_MORE = 0.005  # tokens that going on must promise
 _LONE_PLAIN = 0.7  # a single plain round may have been a hiccup: it counts as this much of its time
+_FIRST = 3  # tokens of the first draft, at most ...
+_FIRST_LEAST = 0.3  # ... while they are kept with this probability
+_RATE_PRIOR = 4.0  # rounds that the promised throughput counts for
 _RAMP = 4  # a draft may be so many times as long as the longest whose time is known, plus one
 _EXPLORE_SHARE = 0.01  # of the time may be lost to drafting against the mean belief ...
-_EXPLORE_GRANT = 4.0  # ... and so many plain rounds at the start, and at most
+_EXPLORE_GRANT = 2.0  # ... and so many plain rounds at the start, ...
+_EXPLORE_AGAIN = 1.0  # ... or so many where a plan's costs are known from earlier conversations, and at most
 _EXPLORE_MOST = 10.0  # so many saved up
 _EXPLORE_EVERY = 32  # rounds from one failed exploration to the next, so that cheap drafts of a bad head stay rare too
 
@@ -35,19 +38,27 @@ _EXPLORE_EVERY = 32  # rounds from one failed exploration to the next, so that c
 class ThompsonController:
     """Draws an acceptance per confidence level each round and drafts while some horizon pays under the draw."""
 
-    def __init__(self, name: str, edges: tuple[float, ...], rng_seed: int = 0) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        rng_seed: int = 0,
+        costs: RoundCosts | None = None,
+        prior: AcceptancePrior = GENERIC,
+    ) -> None:
+        """`costs`: what rounds of this plan cost, as far as it is known from earlier conversations."""
         self.name = name
-        self.costs = RoundCosts()
-        self._edges = edges
+        self.costs = costs if costs is not None else RoundCosts()
+        self.costs.begin_conversation()
+        self._edges = prior.edges
         self._random = random.Random(rng_seed)
-        levels = len(edges) + 1
-        bounds = (0.0, *edges, 1.0)
-        self._middles = [(low + high) / 2 for low, high in zip(bounds, bounds[1:], strict=False)]
-        self._all_kept = self._all_stated = 1.0  # discounted counts: tokens kept, and how many the head promised
+        self._expects = prior.acceptance()
+        levels = len(self._expects)
+        self._all_kept = self._all_stated = 1.0  # discounted counts: tokens kept, and how many were expected to be
         self._kept = [0.0] * levels  # discounted counts of kept tokens, by level
         self._lost = [0.0] * levels
-        self._next = [[0.0] * levels for _ in range(levels + 1)]  # by last level, the row `levels` begins a draft
-        self._seen = [1.0] * levels  # discounted counts of levels, whatever came before
+        self._next = prior.next_level(_NEXT_WEIGHT)  # by last level, the last row begins a draft
+        self._seen = prior.level_counts(_NEXT_WEIGHT)  # discounted counts of levels, whatever came before
         self._account = 0.0  # seconds that exploration may cost
         self._path: list[int] = []  # levels of this round's drafted tokens
         self._reach = 1.0  # probability, under the draw, that all of them are kept
@@ -56,6 +67,13 @@ class ThompsonController:
         self._cap = 0
         self._limit = 0
         self._exploring = False
+        self._blind = True  # no round was seen yet
+        self._sure = 1.0  # probability, under the mean belief, that this round's tokens are kept
+        self._draft_seconds: float | None = None
+        self._rate = 0.0
+        self._curve: list[float] = []
+        self._wanted = False  # the last answer of go_on
+        self._begun = False
         self._waiting = 0  # rounds until exploring is allowed again
 
     def begin(self, limit: int) -> None:
@@ -63,23 +81,33 @@ class ThompsonController:
         costs = self.costs
         self._limit = limit
         self._path = []
-        self._reach = 1.0
-        self._exploring = False
+        self._reach = self._sure = 1.0
+        self._exploring = self._wanted = False
         self._cap = min(limit, _RAMP * costs.longest_seen() + 1)
-        if self._cap <= 0:  # the first round is plain: what a draft costs is known only against it
-            return
-        self._rate = costs.throughput()
-        self._curve = costs.curve(limit)
-        if costs.seen(0) == 1:
-            self._curve = [_LONE_PLAIN * self._curve[0], *self._curve[1:]]
         draw = self._random.betavariate
         self._draw = [draw(a, b) for a, b in self._posterior()]
         self._later = self._mixture(self._seen, self._draw)
+        self._blind = costs.longest_seen() < 0
+        if self._blind:
+            self._cap = min(limit, _FIRST)
+            return
+        self._curve = costs.curve(limit)
+        if costs.seen(0) == 1:
+            self._curve = [_LONE_PLAIN * self._curve[0], *self._curve[1:]]
+        self._rate = self._blend(costs)
 
     def go_on(self) -> bool:
         """Whether some horizon pays from here; at the first token, also whether belief or account allow it."""
+        self._wanted = self._decide()
+        return self._wanted
+
+    def _decide(self) -> bool:
         if len(self._path) >= self._cap:
             return False
+        if self._blind:
+            last = self._path[-1] if self._path else len(self._draw)
+            mean = self._mean()
+            return self._sure * self._expected(last, mean) >= _FIRST_LEAST
         if self._path:
             return self._pays(self._reach, self._expected(self._path[-1], self._draw), self._later)
         start = len(self._draw)
@@ -101,14 +129,18 @@ class ThompsonController:
         level = bisect_right(self._edges, confidence)
         self._path.append(level)
         self._reach *= self._draw[level]
+        if self._blind:
+            self._sure *= self._mean()[level]
 
     def observe(self, accepted: int, seconds: float) -> None:
         """Learns from a round. Tokens after the first rejected one were never judged, so they teach nothing."""
         drafted = len(self._path)
         assert 0 <= accepted <= drafted, (accepted, drafted)
         costs = self.costs
-        first = costs.longest_seen() < 0
-        costs.observe(drafted, seconds, accepted + 1)
+        grant = 0.0 if self._begun else _EXPLORE_AGAIN if costs.longest_seen() >= 0 else _EXPLORE_GRANT
+        self._begun, self._blind = True, False
+        costs.observe(drafted, seconds, accepted + 1, self._draft_seconds)
+        self._draft_seconds = None
         row = len(self._kept)
         for index, level in enumerate(self._path[: accepted + 1]):
             kept = 1.0 if index < accepted else 0.0
@@ -118,25 +150,43 @@ class ThompsonController:
                 counts[:] = [_KEEP * count for count in counts]
                 counts[level] += 1.0
             self._all_kept = _KEEP_ALL * self._all_kept + kept
-            self._all_stated = _KEEP_ALL * self._all_stated + self._middles[level]
+            self._all_stated = _KEEP_ALL * self._all_stated + self._expects[level]
             row = level
-        if drafted == 0 and self._limit > 0:
+        silent = drafted == 0 and self._wanted  # nobody had anything to propose: that was not our decision
+        self._exploring = self._exploring and not silent
+        if drafted == 0 and self._limit > 0 and not silent:
             self._kept = [_KEEP_OFF * count for count in self._kept]
             self._lost = [_KEEP_OFF * count for count in self._lost]
-        self._keep_account(drafted, accepted, first=first)
+        self._keep_account(drafted, accepted, grant)
         self._path = []
 
-    def _keep_account(self, drafted: int, accepted: int, *, first: bool) -> None:
+    def _keep_account(self, drafted: int, accepted: int, grant: float) -> None:
         """Time adds to what exploration may cost; a round of it takes what it cost more than its tokens were worth."""
         curve = self.costs.curve(max(drafted, 1))
-        if first:
-            self._account = _EXPLORE_GRANT * curve[0]
-        self._account += _EXPLORE_SHARE * curve[drafted]
+        self._account += grant * curve[0] + _EXPLORE_SHARE * curve[drafted]
         self._waiting -= 1
         if self._exploring:
             self._waiting = 0 if accepted else _EXPLORE_EVERY
             self._account -= curve[drafted] - curve[0] - accepted / self.costs.throughput()
         self._account = min(self._account, _EXPLORE_MOST * curve[0])
+
+    def _blend(self, costs: RoundCosts) -> float:
+        """Tokens per second that decoding achieves: what recent rounds did, and what belief and costs promise."""
+        mean = self._mean()
+        later = self._mixture(self._seen, mean)
+        tokens, coming = 1.0, self._expected(len(mean), mean)
+        best = tokens / self._curve[0]
+        best_seconds = self._curve[0]
+        for k in range(1, self._cap + 1):
+            tokens += coming
+            coming *= later
+            if tokens / self._curve[k] > best:
+                best, best_seconds = tokens / self._curve[k], self._curve[k]
+        return costs.throughput(_RATE_PRIOR * best * best_seconds, _RATE_PRIOR * best_seconds)
+
+    def draft_took(self, seconds: float) -> None:
+        """See `controller.LearnsDraftTime`."""
+        self._draft_seconds = seconds
 
     def _pays(self, reach: float, coming: float, later: float) -> bool:
         """The marginal value rule: some horizon's expected tokens exceed what its seconds emit on average."""
@@ -165,8 +215,8 @@ class ThompsonController:
         """Beta parameters per level. A level without observations believes the head as far as it earned it so far."""
         honesty = min(1.0, self._all_kept / self._all_stated)
         return [
-            (_PRIOR_WEIGHT * honesty * middle + kept, _PRIOR_WEIGHT * (1 - honesty * middle) + lost)
-            for middle, kept, lost in zip(self._middles, self._kept, self._lost, strict=True)
+            (_PRIOR_WEIGHT * honesty * expected + kept, _PRIOR_WEIGHT * (1 - honesty * expected) + lost)
+            for expected, kept, lost in zip(self._expects, self._kept, self._lost, strict=True)
         ]
 
     def _mean(self) -> list[float]:

@@ -15,6 +15,7 @@ _WINDOW = 31  # recent rounds per length: the median survives 15 outliers among 
 _FORGET_ROUNDS = 512  # a length not seen for so long counts as unseen: costs grow with the context
 _HALF_LIFE = 128  # in rounds: how fast a length that is no longer used loses weight against its neighbours
 _OPTIMISM = 0.5  # share of the seen slope that is assumed beyond the longest draft seen
+_ROWS = 0.6  # share of a verify of some rows that one row is guessed to take, until a plain round was seen
 _RATE_KEEP = 0.985  # per round, for tokens and seconds of the throughput: about the last 67 rounds
 _OUTLIER = 3.0  # a round that took more than this many times its length's usual time counts as this much
 
@@ -28,13 +29,20 @@ class RoundCosts:
         self._ordered: dict[int, list[float]] = {}  # each window's values, sorted
         self._medians: dict[int, float] = {}
         self._last_round: dict[int, int] = {}
+        self._steps: deque[float] = deque(maxlen=_WINDOW)  # drafting seconds per token of recent rounds
         self._tokens = 0.0
         self._seconds = 0.0
         self._curve: list[float] = []  # seconds by k as last computed; empty: compute again
 
-    def observe(self, k: int, seconds: float, emitted: int) -> None:
-        """One whole round: k drafted tokens, its seconds, and the tokens that it emitted (accepted plus one)."""
+    def observe(self, k: int, seconds: float, emitted: int, draft_seconds: float | None = None) -> None:
+        """One whole round: k drafted tokens, its seconds, and the tokens that it emitted (accepted plus one).
+
+        `draft_seconds`: the part before verifying, if that is known. It takes k steps and the pass of the token that
+        the round began with, which is about half a step.
+        """
         seconds = max(seconds, 1e-9)  # clocks have steps
+        if k and draft_seconds is not None:
+            self._steps.append(min(draft_seconds, seconds) / (k + 0.5))
         self._round += 1
         window = self._windows.get(k)
         if window is None:
@@ -52,13 +60,22 @@ class RoundCosts:
         self._seconds = _RATE_KEEP * self._seconds + min(seconds, _OUTLIER * self._medians[k])
         self._curve = []
 
-    def throughput(self) -> float:
-        """Recent tokens per second; 0 before the first round."""
-        return self._tokens / self._seconds if self._seconds > 0 else 0.0
+    def begin_conversation(self) -> None:
+        """What a round takes belongs to the plan and stays; how fast decoding is depends on the text, too."""
+        self._tokens = self._seconds = 0.0
+
+    def throughput(self, more_tokens: float = 0.0, more_seconds: float = 0.0) -> float:
+        """Recent tokens per second, with so many more counted in; 0 before the first round."""
+        seconds = self._seconds + more_seconds
+        return (self._tokens + more_tokens) / seconds if seconds > 0 else 0.0
 
     def seconds(self, k: int) -> float:
         """Expected seconds of a round with k drafted tokens; 0 before the first round."""
         return self.curve(k)[k]
+
+    def step(self) -> float | None:
+        """What drafting a token takes, by itself: what it adds to a round may be more (rows) or less (background)."""
+        return sorted(self._steps)[(len(self._steps) - 1) // 2] if self._steps else None
 
     def seen(self, k: int) -> int:
         """How many recent rounds had exactly k drafted tokens."""
@@ -72,7 +89,7 @@ class RoundCosts:
         """seconds(k) for k = 0 .. longest at least, never falling."""
         if len(self._curve) <= longest:
             self._drop_old()
-            self._curve = _fill(self._isotonic(), max(longest, 16))
+            self._curve = _fill(self._isotonic(), max(longest, 16), self.step())
         return self._curve
 
     def _drop_old(self) -> None:
@@ -96,18 +113,22 @@ class RoundCosts:
         return [(k, mean) for mean, _, lengths in pools for k in lengths]
 
 
-def _fill(seen: list[tuple[int, float]], longest: int) -> list[float]:
+def _fill(seen: list[tuple[int, float]], longest: int, step: float | None) -> list[float]:
     """Seconds for every length from those seen: straight lines between them, a low guess on both sides."""
     if not seen:
         return [0.0] * (longest + 1)
     (first, low), (last, high) = seen[0], seen[-1]
     slope = (high - low) / (last - first) if last > first else 0.0
-    # With one length alone, guess that all of its steps cost the same.
-    down = slope if last > first else low / (first + 1)
-    curve = [max(low - down * (first - k), 0.1 * low) for k in range(first)]
+    curve = []
+    if first > 0:
+        # What is left when drafting is taken away may still be dearer than it would be for a single row.
+        plain = low / (first + 1) if step is None else 0.5 * step + _ROWS * max(low - (first + 0.5) * step, 0.0)
+        plain = min(plain, low)
+        curve = [plain + (low - plain) * k / first for k in range(first)]
     curve.append(low)
     for (k0, s0), (k1, s1) in zip(seen, seen[1:], strict=False):
-        step = (s1 - s0) / (k1 - k0)
-        curve.extend(s0 + step * (k - k0) for k in range(k0 + 1, k1 + 1))
-    curve.extend(high + _OPTIMISM * slope * (k - last) for k in range(last + 1, longest + 1))
+        step_between = (s1 - s0) / (k1 - k0)
+        curve.extend(s0 + step_between * (k - k0) for k in range(k0 + 1, k1 + 1))
+    beyond = _OPTIMISM * max(slope, step or 0.0)
+    curve.extend(high + beyond * (k - last) for k in range(last + 1, longest + 1))
     return curve

@@ -20,6 +20,7 @@ from eesd_lite.cache import Rows
 from eesd_lite.config import ModelConfig
 from eesd_lite.controller import Controller, LearnsDraftTime, any_controller, draft_limit_for
 from eesd_lite.controllers_tree import TreeController
+from eesd_lite.costs import RoundCosts
 from eesd_lite.diagnose import first_break
 from eesd_lite.draft_tree import Draft
 from eesd_lite.drafters import check_drafter, drafter_factory
@@ -86,6 +87,7 @@ class Engine:
         self._cached: list[int] = []  # tokens whose keys and values every cache holds
         self._closed = False
         self._open: weakref.ref[Generator[TokenEvent, None, None]] | None = None
+        self._costs = RoundCosts()  # belong to the plan, so every conversation adds to them
         self._last_prompt: list[int] | None = None  # of the conversation that the controller knows
         self.set_controller(controller)
 
@@ -174,7 +176,7 @@ class Engine:
     def set_controller(self, spec: str) -> None:
         """Decide anew how much is drafted; forgets what was learned and (`off` keeps no head cache) the prefix."""
         self.controller_spec = spec
-        self._controller, self._keeps_learning = any_controller(spec), False
+        self._controller, self._keeps_learning = any_controller(spec, costs=self._costs), False
         self.reset()
 
     @property
@@ -195,7 +197,7 @@ class Engine:
 
     def _forget_conversation(self) -> None:
         if self._last_prompt is not None and not self._keeps_learning:
-            self._controller = any_controller(self.controller_spec)
+            self._controller = any_controller(self.controller_spec, costs=self._costs)
         self._last_prompt = None
 
     def _continue_or_begin(self, ids: list[int]) -> None:
@@ -361,9 +363,9 @@ class Engine:
         target, stats, bank = self.target, self.stats, self.target.bank
         start_bytes, start_read = bank.streamed_bytes, bank.read_seconds
         drafted = self._draft(visible, drafter, depth)
-        if isinstance(self.controller, LearnsDraftTime):
-            self.controller.draft_took(self.clock() - started)
         draft_bytes, draft_seconds, waited = bank.streamed_bytes, self.clock() - started, bank.waited_seconds
+        if isinstance(self.controller, LearnsDraftTime):
+            self.controller.draft_took(draft_seconds)
         logits = verify(target, drafted)
         accepted = accept(drafted.tree, logits, self._choose(sampler), visible)
         crop(target, drafter, drafted, accepted)

@@ -24,7 +24,7 @@ SHORTEST, LONGEST = 2, 6  # tokens of a match
 _PRIOR = {2: 0.25, 3: 0.4, 4: 0.5, 5: 0.6, 6: 0.7}  # believed acceptance before any was seen ...
 _PRIOR_WEIGHT = 4.0  # ... which counts as so many observations
 _KEEP = 0.98  # per observation of a length: about the last 50 count
-_LEAST = 0.2  # a match that is believed to be right less often is not worth a row of the verify
+LEAST = 0.2  # a match that is believed to be right less often is not worth a row of the verify
 _HEAD_PRIOR, _HEAD_KEEP = 0.5, 0.95
 
 
@@ -122,7 +122,7 @@ class NgramDrafter:
         else:  # a new draft begins, so all of this is visible
             self._judge_head(history)
             self.index.learn(history)
-        best = next((match for match in self.index.matches() if match.belief >= _LEAST), None)
+        best = next((match for match in self.index.matches() if match.belief >= LEAST), None)
         choice = self._choose(best, state, rows, position=position, history=history)
         self._expected = None if choice is None else [*history, choice.token_id]
         return choice

@@ -27,6 +27,7 @@ MAY_IMPORT = {
 # Plain-Python modules: importing them must not cost the import of torch or transformers.
 LIGHT = [
     "eesd_lite",
+    "eesd_lite.acceptance",
     "eesd_lite.config",
     "eesd_lite.controller",
     "eesd_lite.controllers_tree",

@@ -9,6 +9,7 @@ from typing import Any
 from eesd_lite.controller import make_controller
 from eesd_lite.progress import Progress, no_progress
 from eesd_lite.replay.curves import DEFAULT_CURVES, CostCurve, make_curve
+from eesd_lite.replay.ngram import ngram_trace
 from eesd_lite.replay.player import Played, geometric_mean, oracle, play
 from eesd_lite.replay.trace import Trace
 
@@ -21,7 +22,8 @@ class ReplaySettings:
 
     controllers: tuple[str, ...] = DEFAULT_CONTROLLERS
     curves: tuple[str, ...] = DEFAULT_CURVES
-    one_conversation: bool = False
+    mode: str = "conversations"  # or "one", or "cold": see `player.play`
+    drafter: str = "head"  # or "ngram": look-ups in the same texts
     noise: float = 0.03
     seeds: int = 3  # luck of the draws and of the noise; figures are over all seeds together
 
@@ -32,6 +34,7 @@ class ReplaySettings:
 
 def compare(trace: Trace, settings: ReplaySettings, progress: Progress = no_progress) -> dict[str, Any]:
     """The JSON object: per curve tokens per second and shares of the best fixed length and of the oracle; over all."""
+    trace = ngram_trace(trace) if settings.drafter == "ngram" else trace
     curves = [make_curve(name, trace.about["seconds"]) for name in settings.curves]
     points = []
     for number, curve in enumerate(curves):
@@ -70,7 +73,7 @@ def _point(trace: Trace, curve: CostCurve, settings: ReplaySettings) -> dict[str
 
 
 def _fixed(trace: Trace, curve: CostCurve, spec: str) -> Played:
-    return play(trace, curve, lambda seed: make_controller(spec))
+    return play(trace, curve, lambda seed, costs: make_controller(spec))
 
 
 def _seeds(trace: Trace, curve: CostCurve, spec: str, settings: ReplaySettings) -> Played:
@@ -78,9 +81,13 @@ def _seeds(trace: Trace, curve: CostCurve, spec: str, settings: ReplaySettings) 
     total = Played()
     for seed in range(settings.seeds):
         one = play(
-            trace, curve, lambda number: make_controller(spec, number),
-            one_conversation=settings.one_conversation, noise=settings.noise, seed=1000 * seed,
-        )  # fmt: skip
+            trace,
+            curve,
+            lambda number, costs: make_controller(spec, number, costs=costs),
+            mode=settings.mode,
+            noise=settings.noise,
+            seed=1000 * seed,
+        )
         for name, value in vars(one).items():
             setattr(total, name, getattr(total, name) + value)
     return total

@@ -22,10 +22,11 @@ _KNEE = 4  # rows that the CPU multiplies for about the price of one (docs/contr
 
 @dataclass(frozen=True)
 class CostCurve:
-    """`seconds[k]`: a whole round with k drafted tokens; never falling."""
+    """`seconds[k]`: a whole round with k drafted tokens, never falling; `draft_seconds[k]`: what precedes verifying."""
 
     name: str
     seconds: tuple[float, ...]
+    draft_seconds: tuple[float, ...]
 
 
 def make_curve(name: str, steps: dict[str, Any]) -> CostCurve:
@@ -54,29 +55,31 @@ def make_curve(name: str, steps: dict[str, Any]) -> CostCurve:
     except (KeyError, ValueError):
         raise TraceError(f"there is no cost curve {name!r}; choose from {_KINDS} (such as sweep:40)") from None
     lower, step = float(steps["lower"]), float(steps["lower"]) + float(steps["head"])
+    unit = float(steps.get("unit", step))  # look-ups draft for nothing; their sweeps count in a head's draft steps
     verify = list(accumulate(map(float, steps["verify"]), max))  # a busy machine makes single rows look dear
-    seconds = [lower + shape(k, step, verify[k]) for k in range(len(verify))]
-    return CostCurve(name.strip().lower(), tuple(accumulate(seconds, max)))
+    seconds = [lower + k * step + shape(k, unit, verify[k]) for k in range(len(verify))]
+    drafting = tuple(lower + k * step for k in range(len(verify)))
+    return CostCurve(name.strip().lower(), tuple(accumulate(seconds, max)), drafting)
 
 
-Shape = Callable[[int, float, float], float]  # drafted tokens, draft step, verify of k + 1 rows -> seconds
+Shape = Callable[[int, float, float], float]  # drafted tokens, unit of sweeps, verify of k + 1 rows -> seconds
 
 
-def _memory(k: int, step: float, verify: float) -> float:
-    return k * step + verify
+def _memory(k: int, unit: float, verify: float) -> float:
+    return verify
 
 
 def _sweep(sweep: float) -> Shape:
-    return lambda k, step, verify: k * step + max(sweep * step, verify)
+    return lambda k, unit, verify: max(sweep * unit, verify)
 
 
 def _hidden(sweep: float, free: float) -> Shape:
-    return lambda k, step, verify: k * step + max((sweep - min(k, free)) * step, verify)
+    return lambda k, unit, verify: max((sweep - min(k, free)) * unit, verify)
 
 
 def _jump(sweep: float, longest: float) -> Shape:
-    return lambda k, step, verify: k * step + max(sweep * step * (1.25 if k > longest else 1.0), verify)
+    return lambda k, unit, verify: max(sweep * unit * (1.25 if k > longest else 1.0), verify)
 
 
 def _cpu(sweep: float) -> Shape:
-    return lambda k, step, verify: k * step + max(sweep * step * max(1.0, (k + 1) / _KNEE), verify)
+    return lambda k, unit, verify: max(sweep * unit * max(1.0, (k + 1) / _KNEE), verify)

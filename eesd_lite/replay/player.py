@@ -11,11 +11,13 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from eesd_lite.controller import Controller
+from eesd_lite.controller import Controller, LearnsDraftTime
+from eesd_lite.costs import RoundCosts
 from eesd_lite.replay.curves import CostCurve
 from eesd_lite.replay.trace import Answer, Trace
 
-MakeController = Callable[[int], Controller]  # from a seed
+MakeController = Callable[[int, RoundCosts], Controller]  # from a seed and the plan's costs as learned so far
+MODES = ("conversations", "one", "cold")
 _HICCUP = 0.01  # share of rounds that take five times as long, when times are noisy
 
 
@@ -39,19 +41,23 @@ def play(
     curve: CostCurve,
     make: MakeController,
     *,
-    one_conversation: bool = False,
+    mode: str = "conversations",
     noise: float = 0.0,
     seed: int = 0,
 ) -> Played:
-    """Every answer of the trace; a fresh controller for each unless they are turns of one conversation.
+    """Every answer of the trace. By `mode`: a conversation each, as in an engine (beliefs begin anew, the plan's costs
+    are known from the ones before); turns of one conversation; or "cold", where costs are forgotten as well.
 
     `noise` is the spread of the seconds that the controller sees (and one round in a hundred takes five times as long).
     """
     played, chance = Played(), random.Random(seed)
-    controller = make(seed)
+    assert mode in MODES, mode
+    costs = RoundCosts()
+    controller = make(seed, costs)
     for number, answer in enumerate(trace.answers):
-        if not one_conversation and number:
-            controller = make(seed + number)
+        if number and mode != "one":
+            costs = RoundCosts() if mode == "cold" else costs
+            controller = make(seed + number, costs)
         _play_answer(answer, trace, curve, controller, played, lambda: _factor(chance, noise))
     return played
 
@@ -69,7 +75,10 @@ def _play_answer(
             controller.drafted(position.confidences[drafted])
             drafted += 1
         accepted = min(drafted, position.accepted)
-        controller.observe(accepted, curve.seconds[drafted] * factor())
+        noise = factor()
+        if isinstance(controller, LearnsDraftTime):
+            controller.draft_took(curve.draft_seconds[drafted] * noise)
+        controller.observe(accepted, curve.seconds[drafted] * noise)
         index += accepted + 1
         played.tokens += accepted + 1 - max(0, index - last)  # the last round's bonus may lie behind the end
         played.seconds += curve.seconds[drafted]

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eesd_lite.controller import Controller, make_controller
+from eesd_lite.costs import RoundCosts
 from eesd_lite.errors import EesdError
 from tests.eesd_lite.fake_decoding import BAD, GOOD, MIDDLING, Cost, Head, decode
 
@@ -144,13 +145,24 @@ def play(controller: Controller, limit: int, confidences: list[float], accepted:
     return drafted
 
 
-def test_the_first_round_is_plain_and_the_next_drafts_stay_short() -> None:
+def test_the_first_draft_is_short_and_those_after_it_grow_no_faster_than_their_costs_are_known() -> None:
     """Nobody knows yet what a draft costs, so the first ones are not the longest possible."""
     controller = make_controller("calibrated")
-    lengths = [play(controller, 16, [0.99], 16, 1.0) for _ in range(3)]
-    assert lengths[0] == 0
-    assert lengths[1] <= 1
-    assert lengths[2] <= 5
+    lengths = [play(controller, 64, [0.99], 64, 1.0) for _ in range(3)]
+    assert lengths[0] == 3
+    assert lengths[1] <= 4 * 3 + 1
+    assert play(make_controller("calibrated"), 64, [0.1], 0, 1.0) <= 1, "a head that is not sure of itself"
+
+
+def test_costs_of_the_plan_are_known_to_the_next_conversation_and_beliefs_are_not() -> None:
+    costs = RoundCosts()
+    first = make_controller("beta", costs=costs)
+    for _ in range(60):
+        play(first, 16, [0.9], 0, 1.0)
+    second = make_controller("beta", costs=costs)
+    assert second.belief()["levels"] == make_controller("beta").belief()["levels"] != first.belief()["levels"]
+    assert second.belief()["round_seconds"] == first.belief()["round_seconds"] != []
+    assert second.belief()["tokens_per_second"] == 0.0
 
 
 def test_tokens_after_the_first_rejected_one_teach_nothing() -> None:
@@ -264,3 +276,17 @@ def test_hf_takes_another_threshold_too() -> None:
 def test_an_unknown_name_lists_the_known_ones(spec: str) -> None:
     with pytest.raises(EesdError, match="calibrated, beta, fixed:K, hf, off"):
         make_controller(spec)
+
+
+def test_a_source_that_is_silent_is_not_a_decision_against_drafting() -> None:
+    """With look-ups in the text most rounds propose nothing; what was learned of the others stays."""
+    controller = make_controller("calibrated")
+    for _ in range(30):
+        play(controller, 16, [0.99], 16, 1.0)
+    before = controller.belief()["levels"]
+    for _ in range(400):
+        controller.begin(16)
+        assert controller.go_on()
+        controller.observe(0, 1.0)
+    assert controller.belief()["levels"] == before
+    assert play(controller, 16, [0.99], 16, 1.0) > 3

@@ -16,7 +16,7 @@ from eesd_lite.cache import Rows
 from eesd_lite.controller import make_controller
 from eesd_lite.engine import Engine
 from eesd_lite.sampling import Choice
-from tests.puppets import Puppet, at_random, drafting, ids_of, plain_ids, right_for, wrong
+from tests.puppets import Puppet, at_random, drafting, ids_of, plain_ids, right, right_for, wrong
 from tests.readers import WatchedReader
 from tests.tiny import Tiny, TinySpec
 
@@ -88,7 +88,7 @@ def test_drafted_accepted_and_rounds_are_told_apart_for_every_threshold(
     assert stats.acceptance_rate == pytest.approx(accepted / drafted)
 
 
-# C19: what was learned belongs to a conversation.
+# C19: what was learned of the text belongs to a conversation; what a round takes belongs to the plan.
 
 
 @pytest.mark.parametrize("spec", ["calibrated", "beta", "hf", "fixed:3"])
@@ -100,6 +100,9 @@ def test_the_same_prompt_twice_in_one_process_gives_the_same_rounds_and_figures(
     engine.set_controller(spec)
     clock, engine.clock = engine.clock, PassClock(engine)
     try:
+        for known in (right(text), wrong(text, 200)):  # so that what long drafts and none take is known to the plan
+            with drafting(engine, known):
+                counted(engine, PROMPT, settings)
         with drafting(engine, proposal):
             first, second = counted(engine, PROMPT, settings), counted(engine, PROMPT, settings)
             engine.reset()

@@ -58,6 +58,24 @@ def test_a_single_length_guesses_that_longer_drafts_are_free_and_that_shorter_on
     assert costs.seconds(0) == pytest.approx(1.0)
 
 
+def test_the_time_of_drafting_alone_tells_what_shorter_and_longer_drafts_take() -> None:
+    costs = RoundCosts()
+    costs.observe(3, 10.0, 1, draft_seconds=3.5)  # a step of 1, half of one to begin with, and 6.5 of verifying
+    assert costs.step() == pytest.approx(1.0)
+    # Verifying one row is guessed to take 0.6 of that; lengths beyond are guessed at half a step each.
+    assert costs.seconds(0) == pytest.approx(0.5 + 0.6 * 6.5)
+    assert costs.seconds(7) == pytest.approx(10.0 + 0.5 * 4)
+    costs.observe(0, 7.0, 1, draft_seconds=0.5)
+    assert costs.seconds(0) == 7.0, "what was seen counts, not a guess"
+
+
+def test_a_conversation_keeps_the_costs_and_forgets_the_throughput() -> None:
+    costs = costs_of((0, 1.0), (2, 3.0), repeat=4)
+    costs.begin_conversation()
+    assert (costs.throughput(), costs.seconds(2)) == (0.0, 3.0)
+    assert costs.throughput(6.0, 2.0) == 3.0  # what is promised, until something was seen
+
+
 def test_a_jump_and_a_plateau_are_kept_as_they_are() -> None:
     shape = [1.0, 1.0, 1.0, 2.0, 2.0, 2.0]
     costs = costs_of(*enumerate(shape), repeat=3)
@@ -96,9 +114,11 @@ def test_throughput_is_recent_tokens_over_recent_seconds() -> None:
     assert costs.throughput() == pytest.approx(6.0, rel=0.01)
 
 
-@given(st.lists(st.tuples(st.integers(0, 20), st.floats(0.0, 100.0)), min_size=1, max_size=80))
-def test_longer_drafts_never_seem_cheaper_and_nothing_is_negative(rounds: list[tuple[int, float]]) -> None:
-    costs = costs_of(*rounds)
+@given(st.lists(st.tuples(st.integers(0, 20), st.floats(0.0, 100.0), st.floats(0.0, 120.0)), min_size=1, max_size=80))
+def test_longer_drafts_never_seem_cheaper_and_nothing_is_negative(rounds: list[tuple[int, float, float]]) -> None:
+    costs = RoundCosts()
+    for k, seconds, drafting in rounds:
+        costs.observe(k, seconds, 1, drafting)
     curve = [costs.seconds(k) for k in range(30)]
     assert curve[0] >= 0
     for shorter, longer in zip(curve, curve[1:], strict=False):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import product
 
 import pytest
@@ -11,13 +10,16 @@ from hypothesis import strategies as st
 
 from eesd_lite.controller import make_controller
 from eesd_lite.errors import TraceError
+from eesd_lite.ngram_drafter import NgramDrafter
 from eesd_lite.replay.curves import DEFAULT_CURVES, make_curve
+from eesd_lite.replay.ngram import ngram_trace
 from eesd_lite.replay.player import Played, oracle, play
+from eesd_lite.replay.trace import Answer, Trace
 from tests.eesd_lite.replay.made_traces import STEPS, drawn, made
 
 
 def fixed(k: int):  # type: ignore[no-untyped-def]
-    return lambda seed: make_controller(f"fixed:{k}")
+    return lambda seed, costs: make_controller(f"fixed:{k}")
 
 
 def test_a_fixed_length_is_counted_as_by_hand() -> None:
@@ -75,14 +77,17 @@ def test_nobody_beats_the_oracle(seed: int, spec: str) -> None:
     trace = drawn(seed, tokens=30)
     for name in ("memory", "sweep:10", "hidden:10:2", "cpu:5"):
         curve = make_curve(name, STEPS)
-        played = play(trace, curve, partial(make_controller, spec))
+        played = play(trace, curve, lambda seed, costs: make_controller(spec, seed, costs=costs))
         assert played.seconds >= oracle(trace, curve).seconds - 1e-9
         assert played.tokens == 2 * 29
 
 
 def test_the_same_seed_replays_the_same_and_noise_is_not_in_the_account() -> None:
     trace, curve = drawn(5, answers=4, tokens=60), make_curve("sweep:10", STEPS)
-    runs = [play(trace, curve, partial(make_controller, "calibrated"), noise=0.1, seed=3) for _ in range(2)]
+    runs = [
+        play(trace, curve, lambda seed, costs: make_controller("calibrated", seed, costs=costs), noise=0.1, seed=3)
+        for _ in range(2)
+    ]
     assert runs[0] == runs[1]
     noisy = play(trace, curve, fixed(2), noise=0.5, seed=1)
     assert noisy == play(trace, curve, fixed(2), seed=2)
@@ -106,3 +111,30 @@ def test_curves_by_hand(name: str, seconds: list[float]) -> None:
 def test_an_unknown_curve_lists_the_known_ones(name: str) -> None:
     with pytest.raises(TraceError, match="memory, sweep:S, hidden:S:H"):
         make_curve(name, STEPS)
+
+
+def test_look_ups_in_the_text_are_those_of_the_drafter() -> None:
+    """The engine's own drafter, asked at every position, drafts what the trace of look-ups says."""
+    trace = made([[0] * 29])
+    answer = trace.answers[0]
+    period = tuple((1, 2, 3, 4, 9)[n % 5] for n in range(30))
+    trace = Trace(trace.about, (Answer((5, 6), period, answer.positions),))
+    looked = ngram_trace(trace)
+    drafter, right = NgramDrafter(), 0
+    for position in looked.answers[0].positions:
+        history = [5, 6, *period[: position.index + 1]]
+        tokens: list[int] = []
+        while len(tokens) < 4:
+            choice = drafter.propose(None, None, position=len(history), history=history)  # type: ignore[arg-type]
+            if choice is None:
+                break
+            tokens.append(choice.token_id)
+            history = [*history, choice.token_id]
+        assert position.tokens == tuple(tokens)
+        assert position.accepted <= len(tokens)
+        right += position.accepted
+    assert looked.answers[0].positions[0].tokens == () and right > 40
+    # Draft steps are free and all layers are verified: 2 rows of 2.5 seconds, and the lower layers' share of that.
+    curve = make_curve("memory", looked.about["seconds"])
+    assert curve.seconds[:2] == pytest.approx((2.25, 2.5 * 1.125))
+    assert make_curve("sweep:40", looked.about["seconds"]).seconds == pytest.approx((40.0,) * 5)

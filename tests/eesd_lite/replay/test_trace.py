@@ -79,7 +79,9 @@ def test_a_recorded_draft_is_accepted_as_far_as_the_engine_accepts_it(
             ids_of(engine, PROMPTS[0], params)
             done = engine.stats.since(before)
             played = play(
-                trace, make_curve("memory", trace.about["seconds"]), lambda _: make_controller(engine.controller_spec)
+                trace,
+                make_curve("memory", trace.about["seconds"]),
+                lambda _, costs: make_controller(engine.controller_spec),
             )
             assert (played.rounds, played.accepted) == (done.rounds, done.accepted)
             assert played.drafted == done.drafted
