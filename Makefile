@@ -9,7 +9,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-CODE := eesd_lite quant cli models tests
+CODE := eesd_lite quant cli models tests scripts
 
 # Through the environment and unexpanded, so that quotes, $ and spaces in a question reach the program unharmed.
 override export PROMPT := $(value PROMPT)
