@@ -8,6 +8,7 @@ what a fresh prefill would give. Weights come from `eesd_lite.head_file`.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -15,26 +16,39 @@ from torch import Tensor
 from eesd_lite.cache import KVCache, Rows
 from eesd_lite.config import ModelConfig
 from eesd_lite.head_file import HeadTensors
-from eesd_lite.layer_blob import fill, lay_out, page_buffer
+from eesd_lite.layer_blob import BlobLayout, lay_out, page_buffer
 from eesd_lite.ops import Ops, Reach
 from eesd_lite.packing import HEAD_NORMS, MODULES, NORMS, KernelSet
 from eesd_lite.transformer import DecoderLayer
 
 
-def _layer_blob(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The head's layer under the names that a layer's blob uses, products fused."""
-    blob: dict[str, Tensor] = {}
+def _pieces(tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+    """The head's tensors under the names that a layer's blob uses; those of fused products lie below each other."""
+    pieces: dict[str, list[Tensor]] = {}
     for module, (block, projections) in MODULES.items():
         names = [f"layer.{block}.{projection}" for projection in projections]
-        blob[f"{module}.0.weight"] = torch.cat([tensors[f"{name}.weight"] for name in names]).to(dtype)
+        pieces[f"{module}.0.weight"] = [tensors[f"{name}.weight"] for name in names]
         if any(f"{name}.bias" in tensors for name in names):
             rows = [tensors[f"{name}.weight"].shape[0] for name in names]
             biases = [tensors.get(f"{name}.bias", torch.zeros(n)) for name, n in zip(names, rows, strict=True)]
-            blob[f"{module}.0.bias"] = torch.cat([bias.to(dtype) for bias in biases])
+            pieces[f"{module}.0.bias"] = biases
     for name, stored_name in (NORMS | HEAD_NORMS).items():
         if f"layer.{stored_name}.weight" in tensors:
-            blob[f"{name}.weight"] = tensors[f"layer.{stored_name}.weight"].to(dtype)
-    return blob | {name: tensors[name].to(dtype) for name in ("affine.weight", "affine.bias", "norm.weight")}
+            pieces[f"{name}.weight"] = [tensors[f"layer.{stored_name}.weight"]]
+    return pieces | {name: [tensors[name]] for name in ("affine.weight", "affine.bias", "norm.weight")}
+
+
+def _blob(tensors: Mapping[str, Tensor], kernel: str, dtype: torch.dtype) -> tuple[BlobLayout, Tensor]:
+    """The head as one blob. Every tensor is copied to its place: a head is large, and there is room for one."""
+    pieces = _pieces(tensors)
+    shapes = {name: (sum(len(part) for part in parts), *parts[0].shape[1:]) for name, parts in pieces.items()}
+    without_bytes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+    layout = lay_out(without_bytes, {f"{module}.0": kernel for module in MODULES})
+    buffer = page_buffer(layout.nbytes)
+    for name, view in layout.views(buffer).items():
+        for part, place in zip(pieces[name], view.split([len(part) for part in pieces[name]]), strict=True):
+            place.copy_(part)
+    return layout, buffer
 
 
 class ExitHead:
@@ -51,11 +65,7 @@ class ExitHead:
         kv: KVCache,
         device: torch.device | str = "cpu",
     ) -> None:
-        stored = _layer_blob(dict(head.tensors), kernels.dense.dtype)
-        names = {f"{module}.0": kernels.dense.name for module in ("qkv", "o", "gate_up", "down")}
-        layout = lay_out(stored, names)
-        buffer = page_buffer(layout.nbytes)
-        fill(layout, buffer, stored)
+        layout, buffer = _blob(head.tensors, kernels.dense.name, kernels.dense.dtype)
         if torch.device(device).type != "cpu":
             buffer = buffer.to(device)
         views = layout.views(buffer)
