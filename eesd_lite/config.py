@@ -7,11 +7,8 @@ in one line that names the file and the key. torch_dtype is ignored: the engine 
 
 from __future__ import annotations
 
-import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from eesd_lite.errors import ModelError
 from eesd_lite.families import (
@@ -22,17 +19,14 @@ from eesd_lite.families import (
     family_of,
     refuse_foreign_arithmetic,
 )
-from quant.errors import CheckpointError, shown
-from quant.safetensors_index import MAX_JSON_BYTES, check_regular
+from eesd_lite.json_keys import JsonKeys
+from quant.errors import shown
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3")
 _ROPE_KEYS = {
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor",
     "original_max_position_embeddings", "finetuned",
 }  # fmt: skip
-_LARGEST = 1 << 31  # no dimension of a real model comes near
-_LARGEST_NUMBER = 1e30
-_MISSING = object()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +102,7 @@ class ModelConfig:
 
     @classmethod
     def _read(cls, folder: Path) -> ModelConfig:
-        main = _Keys(folder / "config.json")
+        main = JsonKeys(folder / "config.json")
         model_type = main.text("model_type")
         family = family_of(model_type, main.file)
         refuse_foreign_arithmetic(main.values, model_type, main.file)
@@ -139,7 +133,7 @@ class ModelConfig:
         )
 
 
-def _heads(main: _Keys, family: Family) -> dict[str, int]:
+def _heads(main: JsonKeys, family: Family) -> dict[str, int]:
     """hidden_size and how attention divides it; heads need not fill it (head_dim is a value of its own)."""
     heads = main.whole("num_attention_heads", low=1)
     hidden = main.whole("hidden_size", low=1)
@@ -158,7 +152,7 @@ def _heads(main: _Keys, family: Family) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _biases(main: _Keys, family: Family) -> tuple[str, ...]:
+def _biases(main: JsonKeys, family: Family) -> tuple[str, ...]:
     """The projections that have a bias, in the order of a layer."""
     found = set(family.biases)
     for key in family.bias_keys:
@@ -167,7 +161,7 @@ def _biases(main: _Keys, family: Family) -> tuple[str, ...]:
     return tuple(name for name in (*ATTENTION_PROJECTIONS, *MLP_PROJECTIONS) if name in found)
 
 
-def _rope(main: _Keys, positions: int, family: Family) -> tuple[float, RopeScaling | None]:
+def _rope(main: JsonKeys, positions: int, family: Family) -> tuple[float, RopeScaling | None]:
     """Rope settings from rope_parameters (transformers 5) or rope_scaling and rope_theta (before)."""
     for key in ("rope_parameters", "rope_scaling"):
         table = main.values.get(key)
@@ -175,10 +169,10 @@ def _rope(main: _Keys, positions: int, family: Family) -> tuple[float, RopeScali
             continue
         if not isinstance(table, dict):
             raise ModelError(f"{main.file}: {key} must be a table, not {table!r}")
-        rope = _Keys(main.file, table, prefix=f"{key}.")
+        rope = JsonKeys(main.file, table, prefix=f"{key}.")
         break
     else:
-        rope = _Keys(main.file, {}, prefix="")
+        rope = JsonKeys(main.file, {}, prefix="")
     # Older files keep the base beside the table, newer ones inside it.
     theta = rope.number("rope_theta", low=1.0, default=main.number("rope_theta", low=1.0, default=family.rope_theta))
     if rope.number("partial_rotary_factor", low=0.0, default=1.0) != 1.0:
@@ -213,7 +207,7 @@ def _rope(main: _Keys, positions: int, family: Family) -> tuple[float, RopeScali
     )
 
 
-def _unrotated_layers(main: _Keys, layers: int) -> tuple[int, ...]:
+def _unrotated_layers(main: JsonKeys, layers: int) -> tuple[int, ...]:
     """no_rope_layers holds a 1 for every layer that rotates; absent: every no_rope_layer_interval-th layer does not."""
     flags = main.values.get("no_rope_layers")
     if flags is None:
@@ -224,7 +218,9 @@ def _unrotated_layers(main: _Keys, layers: int) -> tuple[int, ...]:
     return tuple(index for index in range(layers) if not flags[index])
 
 
-def _window(main: _Keys, family: Family, layers: int, unrotated: tuple[int, ...]) -> tuple[int | None, tuple[int, ...]]:
+def _window(
+    main: JsonKeys, family: Family, layers: int, unrotated: tuple[int, ...]
+) -> tuple[int | None, tuple[int, ...]]:
     """The attention window, and the layers that it is not for."""
     switched_on = main.flag("use_sliding_window", default=family.window != "by layer")
     window = main.optional_whole("sliding_window", low=1)
@@ -244,7 +240,7 @@ def _window(main: _Keys, family: Family, layers: int, unrotated: tuple[int, ...]
 
 
 def _full_attention_layers(
-    main: _Keys, family: Family, window: int | None, layers: int, unrotated: tuple[int, ...]
+    main: JsonKeys, family: Family, window: int | None, layers: int, unrotated: tuple[int, ...]
 ) -> tuple[int, ...]:
     """From layer_types, which must not contradict the window; else by the family's own rule."""
     types = main.values.get("layer_types")
@@ -268,10 +264,10 @@ def _full_attention_layers(
     return tuple(range(min(layers, main.whole("max_window_layers", default=28))))
 
 
-def _eos_token_ids(main: _Keys, generation_file: Path, vocab_size: int) -> tuple[int, ...]:
+def _eos_token_ids(main: JsonKeys, generation_file: Path, vocab_size: int) -> tuple[int, ...]:
     """All ids that end an answer, from both files: chat models often name the end of a turn in the second only."""
     ids: set[int] = set()
-    sources = [main] + ([_Keys(generation_file)] if generation_file.exists() else [])
+    sources = [main] + ([JsonKeys(generation_file)] if generation_file.exists() else [])
     for keys in sources:
         value = keys.values.get("eos_token_id")
         for token_id in [] if value is None else value if isinstance(value, list) else [value]:
@@ -279,77 +275,3 @@ def _eos_token_ids(main: _Keys, generation_file: Path, vocab_size: int) -> tuple
                 raise ModelError(f"{keys.file}: eos_token_id {token_id!r} is not an id below vocab_size {vocab_size}")
             ids.add(token_id)
     return tuple(sorted(ids))
-
-
-class _Keys:
-    """One JSON table and where it came from, read with checks that name file and key."""
-
-    def __init__(self, file: Path, values: dict[str, Any] | None = None, *, prefix: str = "") -> None:
-        self.file = file
-        self.prefix = prefix
-        self.values = _read_json(file) if values is None else values
-
-    def _get(self, key: str, default: Any) -> Any:
-        value = self.values.get(key)
-        if value is not None:
-            return value
-        if default is _MISSING:
-            raise ModelError(f"{self.file}: {self.prefix}{key} is missing")
-        return default
-
-    def _wrong(self, key: str, value: object, expected: str) -> ModelError:
-        return ModelError(f"{self.file}: {self.prefix}{key} must be {expected}, not {value!r}")
-
-    def text(self, key: str) -> str:
-        value = self._get(key, _MISSING)
-        if not isinstance(value, str):
-            raise self._wrong(key, value, "a text")
-        return value
-
-    def whole(self, key: str, *, low: int = 0, high: int = _LARGEST, default: Any = _MISSING) -> int:
-        value = self._get(key, default)
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)  # some writers turn 8192 into 8192.0
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self._wrong(key, value, f"a whole number from {low} to {high}")
-        return value
-
-    def optional_whole(self, key: str, *, low: int = 0, high: int = _LARGEST) -> int | None:
-        return None if self.values.get(key) is None else self.whole(key, low=low, high=high)
-
-    def number(self, key: str, *, low: float, high: float = math.inf, default: Any = _MISSING) -> float:
-        value = self._get(key, default)
-        usable = isinstance(value, (int, float)) and not isinstance(value, bool)
-        # Whole numbers of JSON may be larger than any float; those that are not finite compare as false.
-        if not usable or not max(low, -_LARGEST_NUMBER) <= value <= min(high, _LARGEST_NUMBER):
-            bound = f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
-            raise self._wrong(key, value, f"a number {bound}")
-        return float(value)
-
-    def flag(self, key: str, *, default: bool) -> bool:
-        value = self._get(key, default)
-        if not isinstance(value, bool):
-            raise self._wrong(key, value, "true or false")
-        return value
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        if file.exists():
-            check_regular(file, MAX_JSON_BYTES)
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{file}: no such file; a model folder holds config.json") from None
-    except CheckpointError as error:
-        raise ModelError(str(error)) from None
-    except NotADirectoryError:
-        raise ModelError(f"{file.parent}: not a folder; a model is a folder that holds config.json") from None
-    except OSError as error:
-        raise ModelError(f"{file}: cannot be read ({error.strerror})") from None
-    except ValueError as error:  # of JSON, of its encoding, or an integer of thousands of digits
-        raise ModelError(f"{file}: not valid JSON ({shown(error)}); fetch the model again") from None
-    except RecursionError:
-        raise ModelError(f"{file}: not valid JSON (nested too deeply); fetch the model again") from None
-    if not isinstance(values, dict):
-        raise ModelError(f"{file}: must hold a JSON table, not a {type(values).__name__}")
-    return values

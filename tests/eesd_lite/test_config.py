@@ -222,6 +222,92 @@ def test_settings_that_change_nothing_are_no_reason_to_refuse(tmp_path: Path) ->
     assert config == ModelConfig.from_folder(write(tmp_path))
 
 
+def published(model_type: str, hidden: int, inner: int, layers: int, heads: int, kv: int | None, **keys: Any) -> Any:
+    values = {
+        "architectures": [f"{model_type}ForCausalLM"], "model_type": model_type, "hidden_act": "silu",
+        "vocab_size": 200000, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv, "attention_dropout": 0.0, "initializer_range": 0.02, "use_cache": True,
+        "torch_dtype": "bfloat16", "transformers_version": "4.40.0", "rope_scaling": None, "rms_norm_eps": 1e-5, **keys,
+    }  # fmt: skip
+    return {key: REMOVE if value == "absent" else value for key, value in values.items()}
+
+
+LLAMA31 = {
+    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}  # fmt: skip
+PUBLISHED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "Llama-2-70B": (
+        published("llama", 8192, 28672, 80, 64, 8, max_position_embeddings=4096, pretraining_tp=1),
+        {"head_dim": 128, "biases": (), "longest_context": 4096, "sliding_window": None},
+    ),
+    "Llama-3.1-8B": (
+        published(
+            "llama", 4096, 14336, 32, 32, 8, max_position_embeddings=131072, rope_theta=500000.0, rope_scaling=LLAMA31,
+            attention_bias=False, mlp_bias=False,
+        ),
+        {"longest_context": 131072, "rope_theta": 5e5, "rope_scaling": RopeScaling(**LLAMA31)},  # type: ignore[arg-type]
+    ),
+    "Vicuna-13B-v1.5-16k": (
+        published(
+            "llama", 5120, 13824, 40, 40, 40, max_position_embeddings=4096, max_sequence_length=16384,
+            rope_scaling={"factor": 4.0, "type": "linear"}, pretraining_tp=1,
+        ),
+        {"longest_context": 16384, "num_key_value_heads": 40},
+    ),
+    "CodeLlama-7B, old file": (
+        published("llama", 4096, 11008, 32, 32, "absent", max_position_embeddings=16384, rope_theta=1000000),  # type: ignore[arg-type]
+        {"num_key_value_heads": 32, "rope_theta": 1e6},
+    ),
+    "SmolLM2": (
+        published(
+            "llama", 576, 1536, 30, 9, 3, max_position_embeddings=8192, rope_interleaved=False, is_llama_config=True,
+            tie_word_embeddings=True, **{"transformers.js_config": {"kv_cache_dtype": {}}},
+        ),
+        {"head_dim": 64, "tie_word_embeddings": True},
+    ),
+    "Mistral-7B-v0.1": (
+        published("mistral", 4096, 14336, 32, 32, 8, max_position_embeddings=32768, sliding_window=4096),
+        {"sliding_window": 4096, "full_attention_layers": (), "longest_context": 32768},
+    ),
+    "Mistral-Nemo": (
+        published(
+            "mistral", 5120, 14336, 40, 32, 8, head_dim=128, max_position_embeddings=131072, sliding_window=None,
+        ),
+        {"head_dim": 128, "sliding_window": None},
+    ),
+    "Qwen2.5-7B": (
+        published(
+            "qwen2", 3584, 18944, 28, 28, 4, max_position_embeddings=32768, max_window_layers=28, rope_theta=1000000.0,
+            sliding_window=131072, use_sliding_window=False, use_mrope=False,
+        ),
+        {"head_dim": 128, "biases": ("q_proj", "k_proj", "v_proj"), "sliding_window": None, "qk_norm": False},
+    ),
+    "Qwen3-8B": (
+        published(
+            "qwen3", 4096, 12288, 36, 32, 8, head_dim=128, attention_bias=False, max_position_embeddings=40960,
+            max_window_layers=36, rope_theta=1000000, sliding_window=None, use_sliding_window=False,
+        ),
+        {"head_dim": 128, "biases": (), "qk_norm": True, "sliding_window": None},
+    ),
+    "SmolLM3-3B": (
+        published(
+            "smollm3", 2048, 11008, 36, 16, 4, layer_types=["full_attention"] * 36, no_rope_layer_interval=4,
+            no_rope_layers=[1, 1, 1, 0] * 9, max_window_layers=28, mlp_bias=False, pretraining_tp=2,
+            rope_theta=5000000.0, sliding_window=None, use_sliding_window=False, max_position_embeddings=65536,
+        ),
+        {"unrotated_layers": tuple(range(3, 36, 4)), "tie_word_embeddings": True, "rope_theta": 5e6},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_configurations_as_they_are_published_are_read(tmp_path: Path, name: str) -> None:
+    values, expected = PUBLISHED[name]
+    config = ModelConfig.from_folder(write(tmp_path, **values))
+    assert {key: getattr(config, key) for key in expected} == expected
+
+
 def family(folder: Path, model_type: str, **changes: Any) -> ModelConfig:
     return ModelConfig.from_folder(write(folder, model_type=model_type, **changes))
 
