@@ -225,9 +225,10 @@ def test_settings_that_change_nothing_are_no_reason_to_refuse(tmp_path: Path) ->
 def published(model_type: str, hidden: int, inner: int, layers: int, heads: int, kv: int | None, **keys: Any) -> Any:
     values = {
         "architectures": [f"{model_type}ForCausalLM"], "model_type": model_type, "hidden_act": "silu",
-        "vocab_size": 200000, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": kv, "attention_dropout": 0.0, "initializer_range": 0.02, "use_cache": True,
-        "torch_dtype": "bfloat16", "transformers_version": "4.40.0", "rope_scaling": None, "rms_norm_eps": 1e-5, **keys,
+        "vocab_size": 200000, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv, "attention_dropout": 0.0, "initializer_range": 0.02,
+        "use_cache": True, "torch_dtype": "bfloat16", "transformers_version": "4.40.0", "rope_scaling": None,
+        "rms_norm_eps": 1e-5, **keys,
     }  # fmt: skip
     return {key: REMOVE if value == "absent" else value for key, value in values.items()}
 
