@@ -84,7 +84,12 @@ def _shape(config: dict[str, Any]) -> str:
         "hidden_size": "hidden", "intermediate_size": "intermediate", "num_attention_heads": "heads",
         "num_key_value_heads": "KV heads", "head_dim": "per head", "vocab_size": "vocabulary",
     }  # fmt: skip
-    return ", ".join(f"{label} {config[key]}" for key, label in names.items() if key in config) or "unknown"
+    parts = [f"{label} {config[key]}" for key, label in names.items() if key in config]
+    if config.get("biases"):
+        parts.append(f"biases on {' '.join(config['biases'])}")
+    if config.get("qk_norm"):
+        parts.append("norms over query and key heads")
+    return ", ".join(parts) or "unknown"
 
 
 def _weights(weights: Weights) -> Iterator[tuple[str, str]]:

@@ -98,7 +98,7 @@ def inspect_model(model: str | Path, weights_file: str | None = None) -> Inspect
         recipe=source.recipe.name if source.recipe is not None else None,
         config=_shape_keys(config, raw),
         rope=_rope(config),
-        context=config.max_position_embeddings if config is not None else None,
+        context=config.longest_context if config is not None else None,
         kv_bytes_per_token=(
             config.num_hidden_layers * kv_bytes_per_token(config, DTYPE_BYTES["bfloat16"])
             if config is not None
@@ -126,7 +126,7 @@ def _raw_config(folder: Path) -> dict[str, Any]:
 def _shape_keys(config: ModelConfig | None, raw: dict[str, Any]) -> dict[str, Any]:
     keys = (
         "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-        "num_key_value_heads", "head_dim", "vocab_size", "sliding_window",
+        "num_key_value_heads", "head_dim", "vocab_size", "sliding_window", "biases", "qk_norm",
     )  # fmt: skip
     if config is not None:
         return {key: getattr(config, key) for key in keys}
@@ -136,12 +136,13 @@ def _shape_keys(config: ModelConfig | None, raw: dict[str, Any]) -> dict[str, An
 def _rope(config: ModelConfig | None) -> str:
     if config is None:
         return "unknown"
-    scaling = config.rope_scaling
-    if scaling is None:
-        return f"theta {config.rope_theta:g}"
-    original = scaling.original_max_position_embeddings
-    since = f" from {original}" if original else ""
-    return f"theta {config.rope_theta:g}, {scaling.rope_type} by {scaling.factor:g}{since}"
+    parts, scaling = [f"theta {config.rope_theta:g}"], config.rope_scaling
+    if scaling is not None:
+        original = scaling.original_max_position_embeddings
+        parts.append(f"{scaling.rope_type} by {scaling.factor:g}" + (f" from {original}" if original else ""))
+    if config.unrotated_layers:
+        parts.append(f"{len(config.unrotated_layers)} layers without it")
+    return ", ".join(parts)
 
 
 def _inspect_weights(

@@ -82,7 +82,7 @@ def plan_shape(name: str, wishes: PlanWishes, *, group_size: int | None = None) 
     config = shape_config(shape)
     kernel, itemsize = _storage(wishes)
     layers = shape_layers(
-        config, group_size=group_size or shape.group_size, qkv_bias=shape.attention_bias, kernel=kernel,
+        config, group_size=group_size or shape.group_size, kernel=kernel,
         itemsize=itemsize,
     )  # fmt: skip
     return _planned(name, config, layers, shape.tie_word_embeddings, wishes, heads=(), notes=[])

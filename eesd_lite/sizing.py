@@ -117,13 +117,11 @@ def module_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     }  # fmt: skip
 
 
-def shape_layers(
-    config: ModelConfig, *, group_size: int, bits: int = 4, qkv_bias: bool = False, kernel: str, itemsize: int
-) -> tuple[int, ...]:
+def shape_layers(config: ModelConfig, *, group_size: int, bits: int = 4, kernel: str, itemsize: int) -> tuple[int, ...]:
     """Packed bytes of every layer of a quantized model of this shape, as `eesd synth` or `eesd quantize` writes it."""
     shapes = module_shapes(config)
     parts = []
-    for module, (_, names) in _BLOCKS.items():
+    for _, names in _BLOCKS.values():
         in_features = shapes[names[0]][1]
         size = in_features if group_size == -1 else group_size
         parts.append(
@@ -132,7 +130,7 @@ def shape_layers(
                 in_features=in_features,
                 groups=-(-in_features // size),
                 bits=bits,
-                bias=(qkv_bias and module == "qkv") or any(name in config.biases for name in names),
+                bias=any(name in config.biases for name in names),
             )
         )
     norms = (config.hidden_size, config.hidden_size, *_head_norms(config))

@@ -31,13 +31,13 @@ class Shape:
     rope_theta: float = 10000.0
     rope_scaling: Mapping[str, Any] | None = None
     tie_word_embeddings: bool = False
-    attention_bias: bool = False  # on q, k and v
+    attention_bias: bool = False  # on q, k and v, as Qwen2 has it
     group_size: int = 128  # of the 4-bit versions that people use
 
     def config_json(self) -> dict[str, Any]:
         """The entries of config.json that describe this shape."""
         architecture = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}[self.model_type]
-        config = {
+        return {
             "architectures": [architecture],
             "model_type": self.model_type,
             "hidden_act": "silu",
@@ -54,8 +54,6 @@ class Shape:
             "rope_scaling": None if self.rope_scaling is None else dict(self.rope_scaling),
             "tie_word_embeddings": self.tie_word_embeddings,
         }
-        # Qwen2 has biases by definition and no key that says so.
-        return config if self.model_type == "qwen2" else {**config, "attention_bias": self.attention_bias}
 
 
 def _llama2(name: str, hidden: int, inner: int, layers: int, heads: int, kv_heads: int) -> Shape:

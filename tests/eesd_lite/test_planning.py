@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from eesd_lite.allocated import allocated_bytes
+from eesd_lite.config import ModelConfig
 from eesd_lite.engine import Engine
 from eesd_lite.errors import BudgetError, EesdError, ModelError
-from eesd_lite.planning import PlanWishes, plan_model, plan_shape
+from eesd_lite.planning import PlanWishes, plan_model, plan_shape, shape_config
+from eesd_lite.synth import SynthSettings, write_checkpoint
 from models.recipe import RecipeError
+from models.shapes import SHAPES, find_shape
 from tests.tiny import Tiny, TinySpec
 
 GIB = 1024**3
@@ -136,3 +140,17 @@ def test_a_plan_over_all_tiers_is_the_engines_and_is_allocated(tiny_of: Callable
         found = allocated_bytes(engine)
     assert found["host"] == dict(planned.host_items)
     assert found["device"] == {name: size for name, size in planned.items if name != "scratch"}
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_a_shape_is_the_config_that_its_own_file_gives(tmp_path: Path, name: str) -> None:
+    shape = find_shape(name)
+    (tmp_path / "config.json").write_text(json.dumps(shape.config_json()))
+    assert ModelConfig.from_folder(tmp_path) == shape_config(shape)
+
+
+def test_headers_of_a_synthetic_folder_and_its_shape_give_one_plan(tmp_path: Path) -> None:
+    for name in ("qwen2.5-72b", "llama-3.1-8b"):
+        write_checkpoint(tmp_path / name, SynthSettings.of(find_shape(name), content=False))
+        wishes = PlanWishes.preset("16gb")
+        assert plan_model(tmp_path / name, wishes).plan == plan_shape(name, wishes).plan

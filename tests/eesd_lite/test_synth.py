@@ -65,14 +65,14 @@ def test_a_synthetic_checkpoint_has_every_tensor_of_its_shape_in_real_bytes(tmp_
 
 def test_a_synthetic_checkpoint_runs_and_packs_to_the_bytes_of_its_shape(tmp_path: Path, cache_home: Path) -> None:
     write_checkpoint(tmp_path / "model", settings_of())
-    expected = shape_layers(shape_config(SMALL), group_size=128, qkv_bias=True, kernel="int4-cpu", itemsize=2)
+    expected = shape_layers(shape_config(SMALL), group_size=128, kernel="int4-cpu", itemsize=2)
     with Engine.from_pretrained(tmp_path / "model", head="off", threads=1, context=64) as engine:
         assert engine.target.bank.layer_bytes == expected
     assert ids_of(tmp_path / "model") == ids_of(tmp_path / "model", resident_layers=1)
 
 
 def test_activations_stay_finite_through_many_layers(tmp_path: Path, cache_home: Path) -> None:
-    deep = replace(SMALL, num_hidden_layers=80, attention_bias=False)
+    deep = replace(SMALL, model_type="llama", num_hidden_layers=80, attention_bias=False)
     write_packed(tmp_path / "model", settings_of(deep), kernels_of("cpu"))
     with Engine.from_pretrained(tmp_path / "model", head="random", exit_layer=2, threads=1, context=64) as engine:
         seen: list[torch.Tensor] = []
@@ -155,7 +155,9 @@ def test_a_seed_fixes_every_byte(tmp_path: Path) -> None:
 def test_memory_is_bounded_by_pieces_and_shards_have_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(synth, "PIECE", 1 << 16)
     monkeypatch.setattr("quant.tensor_stream.shards.__defaults__", (1 << 20,))
-    large = replace(SMALL, hidden_size=512, intermediate_size=2048, vocab_size=4096, attention_bias=False)
+    large = replace(
+        SMALL, hidden_size=512, intermediate_size=2048, vocab_size=4096, model_type="llama", attention_bias=False
+    )
     steps: list[tuple[int, int]] = []
     tracemalloc.start()
     write_checkpoint(tmp_path / "model", settings_of(large), lambda stage, done, total: steps.append((done, total)))
