@@ -22,6 +22,7 @@ from eesd_lite.progress import Progress
 from eesd_lite.streamer import HostSlot, LayerStreamer, Reader, Slot
 from eesd_lite.tiers import DISK, HOST_COMPUTE, HOST_STREAM, Plan
 from eesd_lite.transformer import DecoderLayer, RunnableLayer
+from eesd_lite.units import format_size
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,9 @@ def load_bank(
     streamed_from_host: dict[int, Tensor] = {}
     kept = [index for index, tier in enumerate(plan.tiers) if tier != DISK]
     try:
+        size = sum(device.store.layouts[index].nbytes for index in kept)
         for done, index in enumerate(kept):
-            progress("loading layer", done, len(kept))
+            progress(f"loading {format_size(size)}, layer", done, len(kept))
             tier = plan.tiers[index]
             place = host if tier == HOST_COMPUTE else device
             buffer = _read(place.store, index, loading)

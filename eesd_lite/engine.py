@@ -25,7 +25,7 @@ from eesd_lite.diagnose import first_break
 from eesd_lite.draft_tree import Draft
 from eesd_lite.drafters import check_drafter, drafter_factory
 from eesd_lite.emitter import Emitter, TokenEvent
-from eesd_lite.errors import EesdError, ModelError, NotFiniteError, PromptError
+from eesd_lite.errors import EesdError, ModelError, NotFiniteError
 from eesd_lite.exit_head import ExitHead
 from eesd_lite.head_choice import choose_head
 from eesd_lite.loader import (
@@ -45,9 +45,10 @@ from eesd_lite.prefix_file import read_prefix, write_prefix
 from eesd_lite.preflight import check_tensors
 from eesd_lite.prepare import resolve_model
 from eesd_lite.progress import Progress, no_progress
+from eesd_lite.prompt import prompt_ids
 from eesd_lite.sampling import Sampler
 from eesd_lite.saved_plan import read_tiers, write_plan
-from eesd_lite.speculative import Drafter, accept, crop, draft, verify
+from eesd_lite.speculative import Drafter, accept, crop, draft, keep_prefix, verify
 from eesd_lite.stats import Stats
 from eesd_lite.streamer import Reader
 from eesd_lite.target import Target
@@ -164,14 +165,18 @@ class Engine:
         if saved is not None and options.tiers is None:
             write_plan(saved, plan, kernels.key)
         target = load_target(checkpoint, config, store, plan, options, ops, kernels, reader, progress)
-        bound = None
-        if plan.exit_layer is not None and chosen.head is not None:
-            bound = load_head(target, chosen.head, kernels)
-        return cls(
-            target, text, plan, head=bound, controller=controller, draft_limit=draft_limit,
-            name=source.name, drafter=drafter, notices=(*notes, *chosen.notices, *plan.notes),
-            identity=identity(store, options, ops),
-        )  # fmt: skip
+        try:
+            bound = None
+            if plan.exit_layer is not None and chosen.head is not None:
+                bound = load_head(target, chosen.head, kernels)
+            return cls(
+                target, text, plan, head=bound, controller=controller, draft_limit=draft_limit,
+                name=source.name, drafter=drafter, notices=(*notes, *chosen.notices, *plan.notes),
+                identity=identity(checkpoint, kernels, store, options, ops),
+            )  # fmt: skip
+        except BaseException:  # Ctrl-C included: nobody else would stop the reading thread
+            target.bank.close()
+            raise
 
     def set_controller(self, spec: str) -> None:
         """Decide anew how much is drafted; forgets what was learned and (`off` keeps no head cache) the prefix."""
@@ -260,20 +265,7 @@ class Engine:
     def _check(self, prompt: str | Sequence[int]) -> list[int]:
         if self._closed:
             raise EesdError("the engine is closed")
-        if not isinstance(prompt, str) and any(not isinstance(token, int) for token in prompt):
-            raise PromptError("one prompt at a time: a text or a list of token ids (batches are not supported)")
-        ids = self.text.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        if not ids:
-            raise PromptError("the prompt is empty")
-        wrong = next((token for token in ids if not 0 <= token < self.config.vocab_size), None)
-        if wrong is not None:
-            raise PromptError(f"token id {wrong} is outside the model's vocabulary of {self.config.vocab_size}")
-        if len(ids) >= self.plan.context:
-            raise PromptError(
-                f"the prompt has {len(ids)} tokens and the context holds {self.plan.context}; "
-                "shorten it or load the model with a larger --context"
-            )
-        return ids
+        return prompt_ids(prompt, self.text, self.config, self.plan.context)
 
     def _run(self, ids: list[int], params: SamplingParams, progress: Progress) -> Generator[TokenEvent, None, None]:
         vocab_limit = self.text.vocab_size if self.text.vocab_size > 0 else None
@@ -394,10 +386,3 @@ class Engine:
         return draft(
             target, drafter, self.controller, visible=visible, limit=min(limit, depth), stop_ids=stop_ids
         )  # fmt: skip
-
-
-def keep_prefix(drafter: Drafter, hidden: Tensor, rows: Rows, chunk: int = 128) -> None:
-    """Hand the states of a prompt to the drafter in bounded pieces."""
-    for first in range(0, len(rows), chunk):
-        last = min(first + chunk, len(rows))
-        drafter.keep(hidden[first:last], rows.slice(first, last))

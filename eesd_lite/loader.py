@@ -6,6 +6,7 @@ one layer. Called once by `Engine.from_pretrained`.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,7 +23,8 @@ from eesd_lite.exit_head import ExitHead
 from eesd_lite.head_file import HeadTensors
 from eesd_lite.layer_blob import page_buffer
 from eesd_lite.ops import Ops, Reach, TorchOps
-from eesd_lite.packed_store import PackedStore, open_store
+from eesd_lite.packed_beside import MANIFEST
+from eesd_lite.packed_store import PackedStore, open_store, packed_folder
 from eesd_lite.packing import KernelSet
 from eesd_lite.placement import Plan, make_plan
 from eesd_lite.preflight import EMBEDDING, FINAL_NORM, LM_HEAD, has_own_lm_head
@@ -231,12 +233,11 @@ def load_head(target: Target, head: HeadTensors, kernels: KernelSet) -> ExitHead
     return ExitHead(config, head, ops=target.ops, kernels=kernels, reach=reach, kv=kv, device=target.device)
 
 
-def identity(store: PackedStore, options: LoadOptions, ops: Ops) -> str:
-    """What the bits of a cache entry depend on: the files, and what computes on them.
-
-    A packed folder is named after the checkpoint's files and the kernels.
-    """
+def identity(checkpoint: Checkpoint, kernels: KernelSet, store: PackedStore, options: LoadOptions, ops: Ops) -> str:
+    """What the bits of a cache entry depend on: the files (the manifest has every layer's checksum), what computes."""
+    layers = hashlib.sha256((store.folder / MANIFEST).read_bytes()).hexdigest()[:16]
     return (
-        f"{store.folder.name} {options.device} {options.dtype} {type(ops).__name__} threads {torch.get_num_threads()} "
-        f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()} eesd-lite {__version__}"
+        f"{packed_folder(checkpoint, kernels).name} layers {layers} {options.device} {options.dtype} "
+        f"{type(ops).__name__} threads {torch.get_num_threads()} torch {torch.__version__} "
+        f"{torch.backends.cpu.get_cpu_capability()} eesd-lite {__version__}"
     )

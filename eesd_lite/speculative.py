@@ -202,3 +202,10 @@ def crop(target: Target, drafter: Drafter | None, drafted: Draft, accepted: Acce
     for depth, node in enumerate(path):
         if node not in drafted.proposed_from:
             drafter.keep(drafted.states[node : node + 1], Rows.chain(tree.start + depth, 1, target.device))
+
+
+def keep_prefix(drafter: Drafter, hidden: Tensor, rows: Rows, chunk: int = 128) -> None:
+    """Hand the states of a prompt to the drafter in bounded pieces."""
+    for first in range(0, len(rows), chunk):
+        last = min(first + chunk, len(rows))
+        drafter.keep(hidden[first:last], rows.slice(first, last))

@@ -57,7 +57,8 @@ def read_tokenizer(folder: Path) -> TokenizerFacts:
         adds_bos=adds_bos,
         eos_ids=frozenset(eos_ids),
         hidden_ids=frozenset(hidden),
-        vocab_size=max([tokenizer.get_vocab_size(with_added_tokens=False), *(i + 1 for i in added)]),
+        # The highest id counts, not the number of entries: some vocabularies have holes.
+        vocab_size=1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1),
         added=added,
     )
 

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from eesd_lite.bench.prompts import load_prompts
 from eesd_lite.cache import Rows
-from eesd_lite.engine import Engine, keep_prefix
+from eesd_lite.engine import Engine
 from eesd_lite.errors import EesdError, PromptError
 from eesd_lite.params import SamplingParams
 from eesd_lite.progress import Progress, no_progress
 from eesd_lite.replay.trace import Answer, Position, Trace
 from eesd_lite.sampling import Choice, Sampler
-from eesd_lite.speculative import Drafter, HeadDrafter
+from eesd_lite.speculative import Drafter, HeadDrafter, keep_prefix
 from eesd_lite.target import LOGITS_ROWS
 
 _REPEATS = 25  # of a timed step; the smallest tells what the step takes when nobody else wants the machine

@@ -5,35 +5,27 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pexpect
 import pytest
-from torch import Tensor
 
 from cli.chat_settings import ChatSettings
 from cli.render import ProgressDisplay
 from cli.session import Session
 from cli.talk import Chat, open_chat
 from eesd_lite import SamplingParams
-from eesd_lite.blob_reader import BlobReader
 from eesd_lite.engine import Engine
+from tests.cli.conftest import LIMIT, ROOT, environment
+from tests.cli.slow_chat import SlowReader
+from tests.cli.terminal import CTRL_C, CTRL_D, READING
 from tests.tiny import Tiny, TinySpec, build
 
 OFFLOADED: dict[str, Any] = {"head": "random", "exit_layer": 2, "resident_layers": 2, "controller": "fixed:3"}
-
-
-class SlowReader(BlobReader):
-    """A disk that takes its time for every layer."""
-
-    seconds = 0.001
-
-    def read(self, path: Path, buffer: Tensor, nbytes: int) -> None:
-        time.sleep(self.seconds)
-        super().read(path, buffer, nbytes)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +80,7 @@ def test_after_an_interruption_at_any_moment_the_next_answer_is_that_of_a_fresh_
         fresh_ids(engine, [65], params)  # whatever is opened once for good is open now
     threads, files = threading.active_count(), descriptors()
     plain = tiny.engine(**{**OFFLOADED, "controller": "off"}, context=512)
-    engine = tiny.engine(**OFFLOADED, context=512, reader=SlowReader())
+    engine = tiny.engine(**OFFLOADED, context=512, reader=SlowReader(0.001))
     watched, rng, stopped = Watched(engine), random.Random(1), 0
     for _ in range(10):
         session = Session(engine, params, ProgressDisplay())
@@ -189,3 +181,29 @@ def test_a_cache_that_does_not_fit_is_computed_anew_and_that_is_said(
     second.answer("Why?")
     assert watched.rows(0) == len(watched.prompts[0])
     second.leave()
+
+
+def test_ctrl_c_behind_a_slow_disk_in_a_terminal(tiny: Tiny) -> None:
+    """An answer that would take minutes is stopped; then one is given whole."""
+    process = pexpect.spawn(
+        sys.executable, ["-m", "tests.cli.slow_chat", str(tiny.folder), "0.5", "tiny", "--max-new-tokens", "400"],
+        cwd=str(ROOT), encoding="utf-8", timeout=LIMIT, dimensions=(24, 80),
+        env=environment(EESD_HOME=str(tiny.home), PROMPT_TOOLKIT_NO_CPR="1"),
+    )  # fmt: skip
+    process.expect_exact("loading tiny")
+    process.expect_exact(READING)
+    process.send("Hello\r")
+    process.expect(r"\?2004l[\r\n]*[^\x1b\r\n]")  # the first character after the line editor has left
+    process.send(CTRL_C)
+    process.expect_exact("stopped]")
+    process.expect_exact(READING)
+    process.send("/set max-new-tokens 2\r")
+    process.expect_exact("max_new_tokens is 2")
+    process.expect_exact(READING)
+    process.send("And now?\r")
+    process.expect_exact("2 tokens, ")
+    process.expect_exact(READING)
+    process.send(CTRL_D)
+    process.expect(pexpect.EOF)
+    process.close()
+    assert process.exitstatus == 0

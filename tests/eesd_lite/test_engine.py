@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from eesd_lite import Engine as PublicEngine
 from eesd_lite import SamplingParams
@@ -159,6 +162,22 @@ def test_a_prompt_that_cannot_be_is_refused_before_anything_runs(
 def _without_bos(engine: Engine) -> Engine:
     assert engine.text.encode("") == [], "an empty text has no ids in this model"
     return engine
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_an_error_only_where_one_is_used(
+    tiny_of: TinyOf, tmp_path: Path
+) -> None:
+    tiny = tiny_of(SPEC)
+    folder = tmp_path / "model"
+    shutil.copytree(tiny.folder, folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens([f"<extra{n}>" for n in range(40)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    with Tiny(folder, tiny.spec, tiny.weights).engine() as engine:
+        assert engine.text.vocab_size > engine.config.vocab_size
+        with pytest.raises(PromptError, match=r"token id 3\d\d is outside the model's vocabulary of 288"):
+            engine.generate("Hello <extra39>", params())
+        assert max(ids_of(engine, PROMPT, params(max_new_tokens=30))) < engine.config.vocab_size
 
 
 def test_events_name_the_drafts_that_a_correction_put_an_end_to(engine_of: EngineOf) -> None:

@@ -137,6 +137,19 @@ def test_special_and_unknown_ids_decode_to_nothing(codecs: dict[str, TextCodec])
     assert codec.decode([1, *ids, 2, 10**6, codec.vocab_size, -1]) == "Hello"
 
 
+def test_a_vocabulary_with_holes_reaches_to_its_highest_id(tmp_path: Path) -> None:
+    folder = byte_level(tmp_path)
+    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    before = TextCodec.from_folder(folder).vocab_size
+    content["model"]["vocab"]["~"] = before + 40
+    (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    codec = TextCodec.from_folder(folder)
+    assert codec.vocab_size == before + 41
+    ids = codec.encode("a~b")
+    assert before + 40 in ids and codec.decode(ids) == "".join(streamed(codec, ids)) == "a~b"
+    assert codec.decode([*ids, before + 7]) == "a~b", "an id in a hole is nothing"
+
+
 # --- encoding and control tokens ---
 
 

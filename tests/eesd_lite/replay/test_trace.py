@@ -13,14 +13,14 @@ import torch
 from eesd_lite import SamplingParams
 from eesd_lite.cache import Rows
 from eesd_lite.controller import make_controller
-from eesd_lite.engine import Engine, keep_prefix
+from eesd_lite.engine import Engine
 from eesd_lite.errors import EesdError, TraceError
 from eesd_lite.replay.curves import make_curve
 from eesd_lite.replay.player import play
 from eesd_lite.replay.record import record
 from eesd_lite.replay.trace import Trace
 from eesd_lite.sampling import Sampler
-from eesd_lite.speculative import draft
+from eesd_lite.speculative import draft, keep_prefix
 from tests.eesd_lite.replay.made_traces import drawn, made
 from tests.puppets import at_random, drafting, ids_of, plain_ids
 from tests.tiny import TinySpec
