@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from cli.common import Size, reports_errors, weights_option
+from cli.common import Size, quantize_option, reports_errors, weights_option
 from cli.render import ProgressDisplay
 
 
@@ -44,6 +44,12 @@ class Names(click.ParamType):
         return tuple(part.strip() for part in value.split(",") if part.strip())
 
 
+def _somebody(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
+    if not value:
+        raise click.UsageError("--controllers names nobody; 'off' measures plain decoding alone")
+    return value
+
+
 PATH = click.Path(path_type=Path, dir_okay=False)
 POSITIVE = click.IntRange(min=1)
 
@@ -57,6 +63,7 @@ _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_pena
 @click.option("--exit-layer", type=POSITIVE, help="Draft at this layer.  [default: the model's]")
 @click.option("--head", help='Exit head: a file, "instant" or "random".  [default: the one that belongs to the model]')
 @weights_option
+@quantize_option
 @click.option(
     "--drafter",
     type=click.Choice(["head", "ngram", "both"]),
@@ -69,6 +76,7 @@ _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_pena
     type=Names(),
     default="off,fixed:4,calibrated",
     show_default=True,
+    callback=_somebody,
     help="Who takes part; off is plain.",
 )
 @click.option("--keep-controllers", is_flag=True, help="Let controllers learn from one prompt to the next.")

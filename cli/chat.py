@@ -18,7 +18,16 @@ from click.shell_completion import CompletionItem
 from cli.chat_config import apply_config, config_path
 from cli.chat_file import NamedSession, read_chat, session_names
 from cli.chat_settings import ChatSettings
-from cli.common import INTERRUPTED, Rate, Size, is_terminal, program_name, reports_errors, weights_option
+from cli.common import (
+    INTERRUPTED,
+    Rate,
+    Size,
+    is_terminal,
+    program_name,
+    quantize_option,
+    reports_errors,
+    weights_option,
+)
 from cli.interrupts import Terminated, raising_terminated
 from cli.render import ProgressDisplay
 from cli.session import ChatEngine, note
@@ -50,6 +59,7 @@ def open_engine(settings: ChatSettings, progress: Progress) -> ChatEngine:
         drafter=settings.drafter,
         force_head=settings.force_head,
         weights=settings.weights,
+        quantize=settings.quantize,
         controller=settings.controller,
         context=settings.context,
         threads=settings.threads,
@@ -152,6 +162,7 @@ def make_command(open_engine: OpenEngine = open_engine) -> click.Command:
     )
     @click.option("--force-head", is_flag=True, help="Take a head made for another model (can only cost speed).")
     @weights_option
+    @quantize_option
     @click.option("--temperature", type=float, default=0.7, show_default=True, help="0 is greedy.")
     @click.option("--top-k", type=int, default=50, show_default=True, help="0: no limit.")
     @click.option("--top-p", type=float, default=1.0, show_default=True, help="1: no limit.")

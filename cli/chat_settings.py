@@ -44,6 +44,7 @@ class ChatSettings:
     drafter: str = "head"
     force_head: bool = False
     weights: str | None = None
+    quantize: str | None = None
     context: int | None = None
     threads: int | None = None
     template: str | None = None

@@ -50,6 +50,11 @@ weights_option = click.option(
 )
 
 
+quantize_option = click.option(
+    "--quantize", type=click.Choice(["nf4", "fp4"]), help="Load a 16-bit MODEL in bitsandbytes' 4-bit form."
+)
+
+
 def program_name() -> str:
     """What messages start with: the program and its subcommand."""
     context = click.get_current_context(silent=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import click
 
-from cli.common import reports_errors
+from cli.common import quantize_option, reports_errors
 from cli.render import ProgressDisplay
 
 PATH = click.Path(path_type=Path, dir_okay=False)
@@ -24,24 +25,31 @@ PATH = click.Path(path_type=Path, dir_okay=False)
 )
 @click.option("--limit-windows", type=click.IntRange(min=1), help="Only the first so many windows or lines of ids.")
 @click.option("--engine", is_flag=True, help="Run MODEL with this project's engine instead of transformers.")
+@quantize_option
 @click.option("--reference-dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="[default: float32, bfloat16 with --engine]")
 @click.option("--threads", type=click.IntRange(min=1), help="[default: as many as torch takes]")
 @click.option("--json", "json_only", is_flag=True, help="One JSON object on stdout, nothing on stderr.")
 @reports_errors
 def evaluate(model: str, json_only: bool, **options: Any) -> None:
-    """Perplexity of MODEL on a text; with --reference also KLD(reference || model) and how often both agree."""
+    """Perplexity of MODEL on a text; with --reference also KLD(reference || model) and how often both agree.
+
+    Prints the figures on stderr; the last line on stdout is one JSON object.
+    """
     from eesd_lite.evaluate_folders import EvalSettings, evaluate_folders
     from eesd_lite.progress import no_progress
 
     settings = EvalSettings(model=model, **options)
     if json_only:
-        click.echo(json.dumps(evaluate_folders(settings, no_progress)))
-        return
-    display = ProgressDisplay()
-    with display.showing(f"loading {model}"):
-        report = evaluate_folders(settings, display)
-    click.echo("\n".join(_lines(report)))
+        report = evaluate_folders(settings, no_progress)
+    else:
+        display = ProgressDisplay()
+        with display.showing(f"loading {model}"):
+            report = evaluate_folders(settings, display)
+        click.echo("\n".join(_lines(report)), err=True)
+    # JSON has no infinity, which a divergence may be: it becomes a text that float() reads.
+    finite = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in report.items()}
+    click.echo(json.dumps(finite, allow_nan=False))
 
 
 def _lines(report: dict[str, Any]) -> list[str]:

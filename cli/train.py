@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cli.common import reports_errors
+from cli.common import quantize_option, reports_errors
 from cli.render import ProgressDisplay
 from eesd_lite.progress import Progress, no_progress
 from eesd_lite.units import format_size
@@ -68,6 +68,7 @@ class Layers(click.ParamType):
     metavar="N",
     help="Time for each head, instead of --epochs.",
 )
+@quantize_option
 @click.option("--instant", is_flag=True, help="Stop after the closed form: usable heads in about a minute.")
 @click.option("--estimate", "only_estimate", is_flag=True, help="Only say what it would take.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
@@ -136,7 +137,7 @@ def _train(model: str, out: Path, options: dict[str, Any], progress: Progress) -
         model=model,
         out=out,
         settings=settings,
-        **{name: options[name] for name in ("exit_layers", "tokens", "data", "instant", "seed")},
+        **{name: options[name] for name in ("exit_layers", "tokens", "data", "instant", "seed", "quantize")},
     )
     return train_heads(request, progress)
 

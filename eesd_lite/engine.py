@@ -141,7 +141,7 @@ class Engine:
             if threads < 1:
                 raise EesdError(f"threads must be at least 1, not {threads}")
             torch.set_num_threads(threads)
-        source = replace(resolve_model(model, progress), weights=weights)
+        source = replace(resolve_model(model, progress), weights=weights, quantize=quantize)
         config = ModelConfig.from_folder(source.folder)
         options = LoadOptions(
             device=device, dtype=dtype, device_memory=None if device_memory is None else parse_size(device_memory),

@@ -132,8 +132,10 @@ class TransformersScorer:
         self.model = model
 
     @classmethod
-    def from_folder(cls, folder: Path, dtype: torch.dtype = torch.float32) -> TransformersScorer:
-        return cls(transformers_model(folder, dtype))
+    def from_folder(
+        cls, folder: Path, dtype: torch.dtype = torch.float32, quantize: str | None = None
+    ) -> TransformersScorer:
+        return cls(transformers_model(folder, dtype, quantize))
 
     @torch.inference_mode()
     def blocks(self, ids: Sequence[int], rows: int) -> Iterator[Tensor]:
@@ -142,8 +144,11 @@ class TransformersScorer:
             yield self.model.lm_head(part).float()
 
 
-def transformers_model(folder: Path, dtype: torch.dtype) -> Any:
-    """transformers' own model on the weights of a 16-bit or GPTQ folder, in `dtype`, no quantized kernel anywhere."""
+def transformers_model(folder: Path, dtype: torch.dtype, quantize: str | None = None) -> Any:
+    """transformers' own model on the weights of a folder of any kind, in `dtype`, no quantized kernel anywhere.
+
+    `quantize`: a 16-bit folder's weights are rounded to nf4 or fp4 on the way.
+    """
     import transformers
 
     try:
@@ -152,7 +157,9 @@ def transformers_model(folder: Path, dtype: torch.dtype) -> Any:
         raise ModelError(f"{folder}: transformers cannot read config.json ({_one_line(error)})") from error
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # the weights handed over are no longer quantized
-    state = dequantized_state(Checkpoint(folder), dtype, biases=ModelConfig.from_folder(folder).biases)
+    state = dequantized_state(
+        Checkpoint(folder, quantize=quantize), dtype, biases=ModelConfig.from_folder(folder).biases
+    )
     transformers.utils.logging.disable_progress_bar()  # ours is shown instead
     family: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     model, info = family.from_pretrained(None, config=config, state_dict=state, dtype=dtype, output_loading_info=True)

@@ -36,6 +36,7 @@ class EvalSettings:
     window: int = WINDOW
     limit_windows: int | None = None
     engine: bool = False  # the model through our engine; a reference is always run by transformers
+    quantize: str | None = None  # nf4 or fp4: the model in 4 bits, whoever runs it; a reference stays as it is
     dtype: str | None = None
     reference_dtype: str = "float32"
     threads: int | None = None
@@ -96,6 +97,7 @@ def evaluate_folders(settings: EvalSettings, progress: Progress) -> dict[str, An
         "reference": None if folder is None else str(folder),
         "forward": "engine" if settings.engine else "transformers",
         "dtype": settings.model_dtype,
+        "quantize": settings.quantize,
         "reference_dtype": None if folder is None else settings.reference_dtype,
         "text": str(settings.text or settings.ids or "shipped prompts"),
         "window": settings.window,
@@ -105,10 +107,11 @@ def evaluate_folders(settings: EvalSettings, progress: Progress) -> dict[str, An
 
 def _open(settings: EvalSettings, folder: Path, context: int, stack: ExitStack, progress: Progress) -> Scorer:
     if not settings.engine:
-        return TransformersScorer.from_folder(folder, _DTYPES[settings.model_dtype])
+        return TransformersScorer.from_folder(folder, _DTYPES[settings.model_dtype], settings.quantize)
     engine = Engine.from_pretrained(
-        folder, head="off", controller="off", context=context, dtype=settings.model_dtype, progress=progress
-    )
+        folder, head="off", controller="off", context=context, dtype=settings.model_dtype,
+        quantize=settings.quantize, progress=progress,
+    )  # fmt: skip
     return EngineScorer(stack.enter_context(engine))
 
 

@@ -58,7 +58,12 @@ def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> tuple[str, ...
     if problems:
         raise ModelError(in_one_line(checkpoint.folder, problems))
     notes = survey_folder(checkpoint).notes
-    return (*notes, *([version_note] if version_note else []), *_unknown(checkpoint, expected))
+    return (
+        *notes,
+        *([version_note] if version_note else []),
+        *_sixteen_bit(checkpoint),
+        *_unknown(checkpoint, expected),
+    )
 
 
 def has_own_lm_head(checkpoint: Checkpoint, config: ModelConfig) -> bool:
@@ -184,6 +189,14 @@ def _foreign_norms(
             parts = name.split(".", 3)
             if parts[2].isdecimal() and int(parts[2]) < config.num_hidden_layers:
                 yield f"'{shown(name)}' is stored, and model_type {config.model_type} has no such norm"
+
+
+def _sixteen_bit(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """What to say of a model that nobody has quantized."""
+    plain = any(".layers." in name and len(info.shape) == 2 for name, info in checkpoint.tensors.items())
+    if not plain or checkpoint.any_blocks or checkpoint.quant_config is not None:
+        return ()
+    return ("16-bit weights, run as they are; --quantize nf4 takes less than a third of the memory",)
 
 
 def _unknown(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]]) -> list[str]:

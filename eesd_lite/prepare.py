@@ -31,6 +31,7 @@ class ModelSource:
     folder: Path
     recipe: Recipe | None
     name: str
+    quantize: str | None = None  # nf4 or fp4: 16-bit weights are quantized as they are read
     weights: str | None = None
 
 

@@ -98,6 +98,7 @@ def open_field(
         "device_memory": settings.device_memory,
         "resident_layers": settings.resident_layers,
         "weights": settings.weights,
+        "quantize": settings.quantize,
         "draft_limit": draft_limit_for(*settings.contenders),
     }
     without_head = {**common, "head": "off", "controller": PLAIN}

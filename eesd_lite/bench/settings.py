@@ -60,6 +60,7 @@ class BenchSettings:
     head: str | None = None
     drafter: str = "head"
     weights: str | None = None  # the file to read, where the model's folder holds several
+    quantize: str | None = None  # nf4 or fp4: a 16-bit model in 4 bits
     keep_controllers: bool = False  # True: what they learned on one prompt serves the next
     controllers: tuple[str, ...] = (PLAIN, "fixed:4", "calibrated")
     throttle: Throttle | None = None

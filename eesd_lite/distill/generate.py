@@ -164,11 +164,12 @@ def generate_cache(
     tokens: int,
     seed: int,
     length: int = 384,
+    quantize: str | None = None,
     progress: Progress = no_progress,
 ) -> None:
     """Write a state cache of about `tokens` positions; a cache that a kill left behind is continued, batch by batch."""
     batch = min(LARGEST_BATCH, max(1, -(-tokens // length)))
-    target = DenseTarget(folder, context=length)
+    target = DenseTarget(folder, context=length, quantize=quantize)
     scaffold = chat_scaffold(folder, target.config.eos_token_ids)
     with open_writer(out_dir, target, exit_layers) as writer:
         skip = writer.meta.sequences // batch

@@ -30,7 +30,12 @@ def make_instant_head(source: ModelSource, exit_layer: int, progress: Progress =
             home() / "work" / f"instant-{source.name.replace('/', '--')}-{exit_layer}", replace=True
         ) as work:
             request = TrainRequest(
-                model=str(source.folder), exit_layers=(exit_layer,), out=work, tokens=INSTANT_TOKENS, instant=True
+                model=str(source.folder),
+                exit_layers=(exit_layer,),
+                out=work,
+                tokens=INSTANT_TOKENS,
+                instant=True,
+                quantize=source.quantize,
             )
             train_heads(request, progress)
             (work / head_name(exit_layer)).replace(path)

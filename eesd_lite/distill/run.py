@@ -29,7 +29,7 @@ from eesd_lite.distill.settings import TrainSettings
 from eesd_lite.distill.state_cache import StateCache, cache_bytes
 from eesd_lite.distill.train import HeadTrainer, TrainResult
 from eesd_lite.errors import PrepareError
-from eesd_lite.head_file import HeadShape, folder_fingerprint, save_head
+from eesd_lite.head_file import HeadShape, save_head, states_fingerprint
 from eesd_lite.progress import Progress, no_progress
 from eesd_lite.rope import layer_reaches
 
@@ -48,6 +48,7 @@ class TrainRequest:
     samples: int | None = None
     cache: Path | None = None
     instant: bool = False
+    quantize: str | None = None  # nf4 or fp4: the teacher is the 16-bit model in 4 bits, as it will be run
     seed: int = 0
     settings: TrainSettings = field(default_factory=TrainSettings)
 
@@ -91,15 +92,17 @@ def train_heads(request: TrainRequest, progress: Progress = no_progress) -> list
         write_states(request, folder, config, cache_folder, progress)
     accelerator.wait_for_everyone()
     cache = StateCache(cache_folder)
-    fingerprint = folder_fingerprint(folder, config)
+    fingerprint = states_fingerprint(folder, config, request.quantize)
     if cache.meta.fingerprint != fingerprint:
         raise PrepareError(f"{cache_folder}: states of another model; delete the folder or give another --out")
-    parts = target_parts(folder, config, request.exit_layers, longest=int(cache.lengths.max()))
+    parts = target_parts(
+        folder, config, request.exit_layers, longest=int(cache.lengths.max()), quantize=request.quantize
+    )
     reports = []
     for exit_layer in request.exit_layers:
         report = _one_head(request, exit_layer, cache, parts, config, accelerator, progress)
         if accelerator.is_main_process:
-            report = replace(report, tau=round(measure_tau(folder, report.path, cache, progress), 3))
+            report = replace(report, tau=round(measure_tau(folder, report.path, cache, progress, request.quantize), 3))
         reports.append(report)
     if accelerator.is_main_process:
         _write_report(Path(request.out), reports)
@@ -137,8 +140,9 @@ def write_states(
         from eesd_lite.distill.generate import generate_cache
 
         generate_cache(
-            folder, out, exit_layers=request.exit_layers, tokens=request.tokens, seed=request.seed, progress=progress
-        )
+            folder, out, exit_layers=request.exit_layers, tokens=request.tokens, seed=request.seed, progress=progress,
+            quantize=request.quantize,
+        )  # fmt: skip
         return
     from eesd_lite.distill.teacher import cache_texts
     from eesd_lite.text import TextCodec
@@ -151,14 +155,16 @@ def write_states(
         max_tokens=request.tokens,
         progress=progress,
     )
-    cache_texts(folder, out, sequences, exit_layers=request.exit_layers, progress=progress)
+    cache_texts(folder, out, sequences, exit_layers=request.exit_layers, progress=progress, quantize=request.quantize)
 
 
-def target_parts(folder: Path, config: ModelConfig, exit_layers: Sequence[int], *, longest: int) -> TargetParts:
+def target_parts(
+    folder: Path, config: ModelConfig, exit_layers: Sequence[int], *, longest: int, quantize: str | None = None
+) -> TargetParts:
     """The few dense tensors of the target that training touches."""
     from eesd_lite.distill.teacher import DenseTarget
 
-    target = DenseTarget(folder, context=longest, dtype=torch.float32, layer_budget=0)
+    target = DenseTarget(folder, context=longest, dtype=torch.float32, layer_budget=0, quantize=quantize)
     shape, layers = HeadShape.from_config(config), {}
     for exit_layer in exit_layers:
         found = target.layer(exit_layer).named()
@@ -227,7 +233,7 @@ def _one_head(
             result.tensors if result else start.tensors,
             config=config,
             exit_layer=exit_layer,
-            fingerprint=cache.meta.fingerprint,
+            fingerprint=cache.meta.fingerprint.removesuffix(f"-{request.quantize}"),
             summary=summary,
         )
     return report

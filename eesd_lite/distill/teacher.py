@@ -19,7 +19,7 @@ from eesd_lite.config import ModelConfig
 from eesd_lite.dense import BatchKV, DenseLayer, layer_forward, read_dense_layer, rms_norm
 from eesd_lite.distill.state_cache import StateCacheWriter
 from eesd_lite.errors import PromptError
-from eesd_lite.head_file import folder_fingerprint
+from eesd_lite.head_file import states_fingerprint
 from eesd_lite.preflight import EMBEDDING, FINAL_NORM, LM_HEAD, has_own_lm_head
 from eesd_lite.progress import Progress, no_progress
 from eesd_lite.rope import layer_reaches
@@ -36,9 +36,10 @@ class DenseTarget:
         context: int,
         dtype: torch.dtype = torch.bfloat16,
         layer_budget: int = 8 * 2**30,
+        quantize: str | None = None,
     ) -> None:
         self.config = ModelConfig.from_folder(folder)
-        self.checkpoint = Checkpoint(folder)
+        self.checkpoint = Checkpoint(folder, quantize=quantize)
         self.dtype = dtype
         self.reaches = layer_reaches(self.config, context)
         self.embedding = self.checkpoint.tensor(EMBEDDING).to(dtype)
@@ -96,7 +97,7 @@ def open_writer(out_dir: Path, target: DenseTarget, exit_layers: Sequence[int]) 
         out_dir,
         hidden_size=config.hidden_size,
         exit_layers=exit_layers,
-        fingerprint=folder_fingerprint(target.checkpoint.folder, config),
+        fingerprint=states_fingerprint(target.checkpoint.folder, config, target.checkpoint.quantize),
         rope={"rope_theta": config.rope_theta, "rope_scaling": asdict(scaling) if scaling else None},
     )
 
@@ -109,11 +110,12 @@ def cache_texts(
     exit_layers: Sequence[int],
     progress: Progress = no_progress,
     batch_tokens: int = 8192,
+    quantize: str | None = None,
 ) -> None:
     """Pass the user's own token sequences through the target and write the state cache `out_dir`."""
     if not sequences:
         raise PromptError("the training text holds no sequence of two tokens or more")
-    target = DenseTarget(folder, context=max(len(ids) for ids in sequences))
+    target = DenseTarget(folder, context=max(len(ids) for ids in sequences), quantize=quantize)
     order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))  # like lengths share a batch: little padding
     done = 0
     with open_writer(out_dir, target, exit_layers) as writer:

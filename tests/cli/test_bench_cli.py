@@ -70,7 +70,9 @@ def test_options_arrive_as_settings(bench: Bench) -> None:
     _, settings = bench(
         *"m --resident-layers 10 --exit-layer 10 --controllers off,beta --throttle sweep=40 --repeat 1".split(),
         *"--limit-prompts 4 --temperature 0.8 --seed 5 --ignore-eos --threads 2 --keep-controllers".split(),
+        *"--quantize nf4".split(),
     )
+    assert settings.quantize == "nf4"
     assert settings.contenders == ("off", "beta")
     assert (settings.resident_layers, settings.exit_layer, settings.repeat, settings.limit_prompts) == (10, 10, 1, 4)
     assert settings.throttle is not None and settings.throttle.draft_steps_per_sweep == 40
@@ -88,6 +90,8 @@ def test_sizes_and_rates_are_read_as_people_write_them(bench: Bench) -> None:
     ("arguments", "code", "says"),
     [
         (["--controllers", "sometimes"], 1, "sometimes"),
+        (["--controllers", ""], 2, "--controllers names nobody; 'off' measures plain decoding alone"),
+        (["--controllers", " , "], 2, "--controllers names nobody"),
         (["--baseline", "vllm"], 1, "vllm"),
         (["--device-memory", "1GiB", "--resident-layers", "3"], 1, "exclude each other"),
         (["--baseline", "accelerate", "--throttle", "1GB"], 1, "measure them apart"),
@@ -125,6 +129,15 @@ def test_eval_prints_figures_for_people_or_json(monkeypatch: pytest.MonkeyPatch)
     }  # fmt: skip
     monkeypatch.setattr("eesd_lite.evaluate_folders.evaluate_folders", lambda settings, progress: figures)
     shown = CliRunner().invoke(eesd, ["eval", "m", "--reference", "r"], prog_name="eesd")
-    assert shown.exit_code == 0 and "perplexity 12.5" in shown.stdout and "0.020000" in shown.stdout
+    assert shown.exit_code == 0 and "perplexity 12.5" in shown.stderr and "0.020000" in shown.stderr
+    assert len(shown.stdout.splitlines()) == 1 and json.loads(shown.stdout) == figures
     raw = CliRunner().invoke(eesd, ["eval", "m", "--json"], prog_name="eesd")
     assert json.loads(raw.stdout) == figures and raw.stderr == ""
+
+
+def test_an_infinite_divergence_is_still_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = {"tokens": 10, "perplexity": 12.5, "kld": float("inf")}
+    monkeypatch.setattr("eesd_lite.evaluate_folders.evaluate_folders", lambda settings, progress: figures)
+    raw = CliRunner().invoke(eesd, ["eval", "m", "--json"], prog_name="eesd")
+    found = json.loads(raw.stdout, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert float(found["kld"]) == float("inf")

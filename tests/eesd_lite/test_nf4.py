@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ from torch import Tensor
 
 from eesd_lite import SamplingParams
 from eesd_lite.engine import Engine
-from eesd_lite.errors import ModelError
+from eesd_lite.errors import HeadError, ModelError
 from eesd_lite.evaluate import dequantized_state, transformers_model
+from eesd_lite.evaluate_folders import EvalSettings, evaluate_folders
+from eesd_lite.progress import no_progress
 from quant.checkpoint import Checkpoint
 from quant.errors import CheckpointError
 from quant.kernels_bnb import cpu_product_missing
@@ -205,6 +208,39 @@ def test_the_weights_for_transformers_are_the_quantized_ones(dense: Tiny) -> Non
     quantized = dequantized_state(Checkpoint(dense.folder, quantize="nf4"), torch.float32)
     changed = {name for name in plain if not torch.equal(plain[name], quantized[name])}
     assert changed == {name for name in plain if "_proj" in name}
+
+
+def test_both_forwards_evaluate_the_quantized_model(
+    dense: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EESD_HOME", str(dense.home))
+    (tmp_path / "ids.jsonl").write_text(json.dumps(IDS))
+    asked = {"model": str(dense.folder), "reference": str(dense.folder), "ids": tmp_path / "ids.jsonl", "threads": 1}
+    theirs, ours, plain = (
+        evaluate_folders(EvalSettings(**asked, **options), no_progress)
+        for options in ({"quantize": "nf4"}, {"quantize": "nf4", "engine": True, "dtype": "float32"}, {})
+    )
+    assert theirs["quantize"] == "nf4" and theirs["kld"] > 1e-4 and plain["kld"] == 0.0
+    assert ours["nll"] == pytest.approx(theirs["nll"], rel=1e-5)
+    assert ours["kld"] == pytest.approx(theirs["kld"], rel=1e-3)  # a difference of nearly equal numbers
+
+
+def test_a_16_bit_folder_runs_as_it_is_and_one_notice_offers_nf4(dense: Tiny, opened: Callable[..., Engine]) -> None:
+    offers = [line for line in opened(dense, quantize=None).notices if "--quantize nf4" in line]
+    assert len(offers) == 1 and "run as they are" in offers[0]
+    assert not any("--quantize" in line for line in opened(dense, quantize="nf4").notices)
+
+
+def test_no_reader_is_left_behind_when_the_head_cannot_be_bound(dense: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        assert any(thread not in before for thread in threading.enumerate()), "nothing was reading yet"
+        raise HeadError("no memory for a head")
+
+    before = set(threading.enumerate())
+    monkeypatch.setattr("eesd_lite.engine.load_head", fails)
+    with pytest.raises(HeadError, match="no memory"):
+        dense.engine(quantize="nf4", head="random", exit_layer=2, resident_layers=2)
+    assert set(threading.enumerate()) <= before
 
 
 def test_an_8_bit_folder_is_refused_by_name(saved: Callable[..., Tiny], dense: Tiny, tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ from safetensors.torch import load_file, save_file
 from eesd_lite.distill.run import TrainRequest, head_name, train_heads
 from eesd_lite.distill.settings import TrainSettings
 from eesd_lite.distill.state_cache import StateCache
-from eesd_lite.distill.teacher import cache_texts
+from eesd_lite.distill.teacher import DenseTarget, cache_texts
 from eesd_lite.errors import PrepareError
 from eesd_lite.head_file import folder_fingerprint, load_head
+from quant.checkpoint import Checkpoint
 from tests.eesd_lite.tiny_tokenizers import byte_level
 
 SETTINGS = TrainSettings(steps=12, batch_tokens=300, compute="float32", kl_share=0.5, eval_points=2)
@@ -49,6 +50,22 @@ def sequences(count: int = 60) -> list[list[int]]:
 def states(target: Path, tmp_path: Path) -> Path:
     cache_texts(target, tmp_path / "states", sequences(), exit_layers=(1, 3))
     return tmp_path / "states"
+
+
+def test_the_teacher_of_a_quantized_model_is_the_quantized_model(tiny, target: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    teacher = DenseTarget(target, context=40, dtype=torch.float32, quantize="nf4")
+    name = "model.layers.1.mlp.up_proj"
+    assert torch.equal(teacher.layer(1).up_proj, Checkpoint(target, quantize="nf4").dequantized(name))
+    assert not torch.equal(teacher.layer(1).up_proj, Checkpoint(target).dequantized(name))
+    cache_texts(target, tmp_path / "states", sequences(), exit_layers=(1,), quantize="nf4")
+    request = TrainRequest(
+        model=str(target), exit_layers=(1,), out=tmp_path / "out", cache=tmp_path / "states", settings=SETTINGS,
+        instant=True, quantize="nf4",
+    )  # fmt: skip
+    assert train_heads(request)[0].tau >= 1.0
+    load_head(tmp_path / "out" / head_name(1), tiny.config, folder_fingerprint(target, tiny.config))
+    with pytest.raises(PrepareError, match="states of another model"):
+        train_heads(replace(request, quantize=None))
 
 
 def test_training_writes_one_loadable_head_per_exit_layer_and_a_report(
