@@ -15,6 +15,7 @@ SUBCOMMANDS = {
     "synth": "Write a random model of true shape and size.",
     "train": "Train exit heads for a model on its own text.",
     "bench": "Measure plain decoding against drafting; `bench offload`: under real memory limits.",
+    "tree": "Draw one round: the token tree, what was accepted, where the seconds went.",
     "trace": "Record what an exit head would draft at every position.",
     "replay": "Compare controllers on a recorded trace, under injected costs.",
     "eval": "Perplexity of a model, and its KL divergence from a reference.",
@@ -59,6 +60,10 @@ class _Lazy(click.Group):
             from cli.bench import bench
 
             command = bench
+        elif cmd_name == "tree":
+            from cli.tree import tree
+
+            command = tree
         elif cmd_name == "trace":
             from cli.trace import trace
 

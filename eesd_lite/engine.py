@@ -48,7 +48,7 @@ from eesd_lite.progress import Progress, no_progress
 from eesd_lite.prompt import prompt_ids
 from eesd_lite.sampling import Sampler
 from eesd_lite.saved_plan import read_tiers, write_plan
-from eesd_lite.speculative import Drafter, accept, crop, draft, keep_prefix, verify
+from eesd_lite.speculative import Drafter, Round, accept, crop, draft, keep_prefix, verify
 from eesd_lite.stats import Stats
 from eesd_lite.streamer import Reader
 from eesd_lite.target import Target
@@ -86,6 +86,7 @@ class Engine:
         self.drafter_factory = drafter_factory(drafter, head)
         self.clock = time.perf_counter
         self._cached: list[int] = []  # tokens whose keys and values every cache holds
+        self.last_round: Round | None = None
         self._closed = False
         self._open: weakref.ref[Generator[TokenEvent, None, None]] | None = None
         self._costs = RoundCosts()  # belong to the plan, so every conversation adds to them
@@ -359,11 +360,15 @@ class Engine:
         if isinstance(self.controller, LearnsDraftTime):
             self.controller.draft_took(draft_seconds)
         logits = verify(target, drafted)
+        verified = self.clock() - started
         accepted = accept(drafted.tree, logits, self._choose(sampler), visible)
         crop(target, drafter, drafted, accepted)
         self._cached = [*visible, *accepted.tokens[:-1]]
         seconds = self.clock() - started
         tell(self.controller, drafted, accepted, seconds)
+        self.last_round = Round(
+            drafted, accepted, tuple(visible), draft_seconds, verified - draft_seconds, seconds - verified
+        )  # fmt: skip
         stats.count_round(drafted=len(drafted.tree) - 1, accepted=len(accepted.nodes), depth=drafted.tree.depth)
         stats.draft_forwards += len(drafted.proposed_from)
         stats.target_rows += len(drafted.tree)

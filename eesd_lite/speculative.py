@@ -184,6 +184,18 @@ def accept(
         node = child
 
 
+@dataclass(frozen=True)
+class Round:
+    """A finished round, for whoever wants to look: the draft, what became of it, and where the seconds went."""
+
+    drafted: Draft
+    accepted: Accepted
+    visible: tuple[int, ...]  # before the round
+    draft_seconds: float
+    verify_seconds: float
+    accept_seconds: float  # lm_head of visited nodes, acceptance, compaction
+
+
 def crop(target: Target, drafter: Drafter | None, drafted: Draft, accepted: Accepted) -> None:
     """Leave the caches as a fresh prefill of the visible tokens would: move the accepted path, fill what was skipped.
 
