@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 POSITIVE = click.IntRange(min=1)
 _SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty", "seed")
 _WIDTH = 100  # columns of an SVG
+_FONTS = re.compile(r"@font-face\s*\{.*?\}", re.DOTALL)  # rich's are fetched from afar; the viewer's own will do
 
 
 @click.command("tree", short_help="Draw one round: the token tree, what was accepted, where the seconds went.")
@@ -74,7 +76,8 @@ def _show(view: RoundView, svg: Path | None) -> None:
         return
     console = Console(record=True, file=io.StringIO(), width=_WIDTH, force_terminal=True, highlight=False)
     console.print(picture(view))
-    svg.write_text(console.export_svg(title=f"round {view.number}"), encoding="utf-8")
+    drawn = console.export_svg(title=f"round {view.number}")
+    svg.write_text(_FONTS.sub("", drawn), encoding="utf-8")
     click.echo(f"{svg}: round {view.number}, {view.drafted} nodes", err=True)
 
 

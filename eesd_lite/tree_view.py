@@ -59,7 +59,7 @@ def record_round(engine: Engine, prompt: Sequence[int], params: SamplingParams, 
     rounds, last = engine.stats.rounds - before, engine.last_round
     if rounds < number or last is None:
         raise EesdError(f"the answer ended after {rounds} rounds; there is no round {number}")
-    show = lambda token: engine.text.decode([token])  # noqa: E731
+    show = lambda token: engine.text.decode([token]) or f"<{token}>"  # noqa: E731
     drafted, tree = last.drafted, last.drafted.tree
     asked = drafted.proposed_from
     nodes = [
