@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,8 @@ def run(settings: ChatSettings, open_engine: OpenEngine = open_engine) -> int:
                 progress.stop()
                 chat.leave()
     except Terminated as ended:
-        note("asked to end" + (f"; session {settings.session!r} is saved" if settings.session else ""))
+        with suppress(OSError):  # a terminal that was closed shows nothing any more
+            note("asked to end" + (f"; session {settings.session!r} is saved" if settings.session else ""))
         return ended.exit_code
 
 

@@ -15,6 +15,7 @@ from cli.chat_file import read_chat, write_chat
 from cli.chat_settings import SETTABLE, parse_setting, setting_name
 from cli.common import is_terminal
 from cli.prompt_line import PATHS, Words
+from cli.render import printable, shows_colors
 from eesd_lite.errors import PromptError
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def _quit(chat: Chat, rest: str) -> bool:
 def _system(chat: Chat, rest: str) -> None:
     conversation = chat.session.conversation
     if not rest:
-        _say(f"system prompt: {conversation.system}" if conversation.system else "there is no system prompt")
+        _say(f"system prompt: {printable(conversation.system)}" if conversation.system else "there is no system prompt")
         return
     conversation.system = None if rest == "off" else rest
     _say("the system prompt is changed from the next answer on" if conversation.system else "no system prompt any more")
@@ -160,7 +161,6 @@ def _plan(chat: Chat, rest: str) -> None:
 
 def _show_drafts(chat: Chat, rest: str) -> None:
     from cli.answer_view import DraftView
-    from cli.render import shows_colors
 
     if rest not in ("", "on", "off"):
         raise PromptError(f"/show-drafts is on or off, not {rest!r}")
@@ -189,7 +189,7 @@ def _turns(count: int) -> str:
 
 
 def _short(text: str) -> str:
-    text = " ".join(text.split())
+    text = printable(" ".join(text.split()))
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -20,7 +20,7 @@ from cli.answer_view import DraftView, Event, NoView, PlainView, View, write
 from cli.common import is_terminal, program_name
 from cli.interrupts import Interrupts
 from cli.markdown_view import MarkdownView
-from cli.render import ProgressDisplay, answer_line, dim, obeys_escapes, shows_colors, totals
+from cli.render import ProgressDisplay, answer_line, dim, printable, shows_colors, totals
 from eesd_lite.params import SamplingParams
 from eesd_lite.progress import Progress
 from eesd_lite.stats import Stats
@@ -149,7 +149,7 @@ class Session:
         if self.show_drafts and is_terminal(sys.stdout):
             return DraftView(self._codec, colors=shows_colors(sys.stdout))
         # A dumb terminal cannot be painted over; whoever wants no colours gets no bold headings either.
-        if self.markdown and shows_colors(sys.stdout) and obeys_escapes(sys.stdout):
+        if self.markdown and shows_colors(sys.stdout) and "utf" in sys.stdout.encoding.lower():
             return MarkdownView()
         return PlainView(terminal=is_terminal(sys.stdout))
 
@@ -221,10 +221,10 @@ class _Shown:
 
 
 def note(text: str) -> None:
-    """A notice on stderr."""
-    click.echo(f"{program_name()}: note: {text}", err=True)
+    """A notice on stderr. It may quote a file's text, which must not move the cursor either."""
+    click.echo(f"{program_name()}: note: {printable(text)}", err=True)
 
 
 def complain(error: BaseException) -> None:
     """An error that does not end the session."""
-    click.echo(f"{program_name()}: error: {' '.join(str(error).split())}", err=True)
+    click.echo(f"{program_name()}: error: {printable(' '.join(str(error).split()))}", err=True)

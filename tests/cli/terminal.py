@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import termios
 
 import pexpect
 import pyte
@@ -59,8 +60,11 @@ class Terminal:
         return lines
 
     def end(self) -> int:
-        """The exit code."""
+        """The exit code; the terminal is as it was before."""
         self.process.expect(pexpect.EOF)
+        modes = termios.tcgetattr(self.process.child_fd)[3]
+        usual = termios.ECHO | termios.ICANON | termios.ISIG
+        assert modes & usual == usual, "the terminal was left in another mode"
         self.process.close()
         return int(self.process.exitstatus)
 
