@@ -16,8 +16,8 @@ from typing import Any
 
 from quant.errors import CheckpointError, shown
 
-MAX_HEADER_BYTES = 32 * 2**20  # 300,000 tensors; parsed, it takes some twenty times that
-MAX_JSON_BYTES = 32 * 2**20
+MAX_HEADER_BYTES = 24 * 2**20  # 200,000 tensors; parsed, the worst of it takes thirty times that
+MAX_JSON_BYTES = 24 * 2**20
 MAX_DIMENSIONS, MAX_EXTENT = 8, 2**48
 DTYPE_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,

@@ -69,17 +69,19 @@ def test_the_reader_gives_back_every_number(
         assert torch.equal(found.dequantized(module), matrix.dequantize())
 
 
-def test_the_bytes_are_those_of_an_independent_packer(tmp_path: Path, source: Checkpoint) -> None:
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_the_bytes_are_those_of_an_independent_packer(tmp_path: Path, source: Checkpoint, bits: int) -> None:
     for sym, stored in ((True, 1), (False, 0)):  # version 1 for symmetric folders, version 2 for the others
         folder = tmp_path / f"out-{sym}"
-        written = write(folder, source, GridSettings(group_size=32, sym=sym))
+        written = write(folder, source, GridSettings(bits=bits, group_size=32, sym=sym))
         tensors = load_file(folder / "model.safetensors")
         for module, matrix in written.items():
-            assert np.array_equal(tensors[f"{module}.qweight"].numpy(), pack_bits(matrix.codes.numpy().T, 4))
-            zeros = pack_bits(matrix.zeros.numpy().T - stored, 4).T
+            assert np.array_equal(tensors[f"{module}.qweight"].numpy(), pack_bits(matrix.codes.numpy().T, bits))
+            zeros = pack_bits(matrix.zeros.numpy().T - stored, bits).T
             assert np.array_equal(tensors[f"{module}.qzeros"].numpy(), zeros)
             assert tensors[f"{module}.scales"].dtype == torch.float16
             assert tensors[f"{module}.g_idx"].dtype == torch.int32
+            assert torch.equal(Checkpoint(folder).dequantized(module), matrix.dequantize())
             assert f"{module}.bias" not in tensors and f"{module}.weight" not in tensors
 
 
