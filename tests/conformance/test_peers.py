@@ -42,8 +42,10 @@ class Ours:
         return "-".join(words + ["act"] * self.desc_act + ["tied"] * self.tied)
 
     def suits(self, tool: str) -> bool:
-        """AutoGPTQ knows version 1 only; GPTQModel trusts asymmetric version 1 only where it wrote it."""
-        return self.layout == "gptq" if tool == "autogptq" else self.sym or self.layout == "gptq_v2"
+        """AutoGPTQ knows version 1 only, and no Qwen3; GPTQModel trusts asymmetric version 1 only where it wrote it."""
+        if tool == "autogptq":
+            return self.layout == "gptq" and self.family != "qwen3"
+        return self.sym or self.layout == "gptq_v2"
 
 
 FOLDERS = [
@@ -53,7 +55,8 @@ FOLDERS = [
     *(Ours(32, True, False, layout, tied=True) for layout in ("gptq", "auto")),
     Ours(32, False, True, "gptq", tied=True),
     Ours(-1, False, False, "gptq_v2", tied=True),
-    Ours(32, True, True, family="mistral"),
+    *(Ours(32, True, True, family=family) for family in ("mistral", "qwen2", "qwen3")),
+    Ours(32, True, False, tied=True, family="qwen2"),
     Ours(32, True, False, bits=8),
     Ours(32, False, True, "gptq_v2", bits=2),
 ]  # fmt: skip
