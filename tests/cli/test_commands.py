@@ -84,8 +84,13 @@ def test_quantize_calibrates_on_text_that_the_model_writes(model: Path) -> None:
     assert all(0 <= done <= total == 3 for _, done, total in reports)
 
 
-def test_quantize_to_nearest_needs_no_calibration(model: Path, tmp_path: Path) -> None:
-    assert run("quantize", str(model), str(tmp_path / "out"), "--method", "rtn").exit_code == 0
+def test_quantize_to_nearest_needs_no_calibration_and_the_format_is_the_one_asked_for(
+    model: Path, tmp_path: Path
+) -> None:
+    options = ("--method", "rtn", "--asym", "--format", "gptq")
+    assert run("quantize", str(model), str(tmp_path / "out"), *options).exit_code == 0
+    settings = json.loads((tmp_path / "out" / "quantize_config.json").read_text())
+    assert (settings["sym"], settings["checkpoint_format"]) == (False, "gptq")
 
 
 @pytest.mark.parametrize("case", ["exists", "no source", "no data", "too little data"])

@@ -46,9 +46,9 @@ def main() -> int:
     ):
         if python is None:
             continue
-        chosen = [variant for variant in wanted if args.only in variant.name]
+        chosen = {number: variant for number, variant in enumerate(wanted) if args.only in variant.name}
         report = run_peer(tool, python, chosen)
-        keep(manifest, tool, chosen, report)
+        keep(manifest, tool, list(chosen.values()), report)
     FIXTURES.mkdir(exist_ok=True)
     manifest["fixtures"].sort(key=lambda entry: entry["name"])
     for tool, facts in manifest["tools"].items():
@@ -59,11 +59,14 @@ def main() -> int:
     return 0
 
 
-def run_peer(tool: str, python: Path, chosen: list[Variant]) -> dict[str, Any]:
-    """Let the peer make `chosen`; its report has the versions and one record for each fixture, or why there is none."""
+def run_peer(tool: str, python: Path, chosen: dict[int, Variant]) -> dict[str, Any]:
+    """Let the peer make `chosen`, by their place in the matrix, which seeds them.
+
+    Its report has the versions, and of each fixture what it computed in, or why there is none.
+    """
     shutil.rmtree(scratch(tool), ignore_errors=True)
     jobs = []
-    for number, variant in enumerate(chosen):
+    for number, variant in chosen.items():
         source = scratch(tool) / "sources" / variant.name
         seed = sum(variant.name.encode()) * 1000 + number
         size = tiny_sources.Size.for_group(variant.group_size)
