@@ -1,7 +1,7 @@
 """What is believed of a head before it has drafted anything: how often its tokens are kept, by its own confidence.
 
 An AcceptancePrior is counts of judged tokens on recorded traces. GENERIC comes from two shipped heads on prompts that
-no benchmark uses (`eesd trace` with docs/benchmarks/prior_prompts.txt, exits 10 and 20, each scaled to 1000 drafts);
+no benchmark uses (`eesd trace` with docs/benchmarks/prior_prompts.txt, exits 10 and 20; `replay.prior` counted);
 controllers give it a small weight and scale it down where a head turns out to promise too much. Plain Python.
 """
 
@@ -48,17 +48,17 @@ class AcceptancePrior:
 
 GENERIC = AcceptancePrior(
     EDGES,
-    kept=(135, 338, 442, 508, 539, 542, 690, 458),
-    judged=(876, 930, 806, 623, 566, 559, 693, 458),
+    kept=(145, 356, 407, 424, 365, 215, 226, 162),
+    judged=(979, 966, 742, 535, 394, 228, 228, 162),
     following=(
-        (42, 20, 25, 17, 16, 9, 4, 2),
-        (91, 63, 61, 58, 23, 13, 17, 8),
-        (83, 84, 60, 62, 71, 39, 18, 13),
-        (66, 114, 79, 48, 43, 57, 75, 13),
-        (58, 67, 70, 70, 81, 33, 103, 35),
-        (23, 49, 42, 28, 74, 78, 147, 79),
-        (32, 36, 81, 54, 68, 111, 119, 157),
-        (23, 23, 15, 50, 37, 110, 100, 65),
-        (458, 474, 372, 237, 153, 109, 110, 86),
+        (42, 17, 25, 26, 20, 8, 4, 4),
+        (99, 56, 53, 45, 32, 36, 13, 9),
+        (81, 89, 73, 52, 43, 33, 12, 16),
+        (90, 113, 88, 56, 22, 21, 6, 22),
+        (78, 60, 44, 45, 20, 15, 61, 25),
+        (19, 25, 18, 36, 28, 15, 49, 7),
+        (19, 38, 26, 18, 82, 25, 7, 5),
+        (39, 53, 31, 16, 4, 1, 10, 9),
+        (512, 515, 385, 241, 142, 74, 66, 66),
     ),
 )

@@ -56,10 +56,15 @@ def make_curve(name: str, steps: dict[str, Any]) -> CostCurve:
         raise TraceError(f"there is no cost curve {name!r}; choose from {_KINDS} (such as sweep:40)") from None
     lower, step = float(steps["lower"]), float(steps["lower"]) + float(steps["head"])
     unit = float(steps.get("unit", step))  # look-ups draft for nothing; their sweeps count in a head's draft steps
-    verify = list(accumulate(map(float, steps["verify"]), max))  # a busy machine makes single rows look dear
+    verify = verify_by_rows(steps)
     seconds = [lower + k * step + shape(k, unit, verify[k]) for k in range(len(verify))]
     drafting = tuple(lower + k * step for k in range(len(verify)))
     return CostCurve(name.strip().lower(), tuple(accumulate(seconds, max)), drafting)
+
+
+def verify_by_rows(steps: dict[str, Any]) -> list[float]:
+    """Seconds of a verify of 1, 2, ... rows. More rows never take less, so what a busy machine added is cut off."""
+    return list(accumulate(map(float, reversed(steps["verify"])), min))[::-1]
 
 
 Shape = Callable[[int, float, float], float]  # drafted tokens, unit of sweeps, verify of k + 1 rows -> seconds

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
+from eesd_lite.replay.curves import verify_by_rows
 from eesd_lite.replay.trace import Answer, Position, Trace
 
 
@@ -11,7 +10,7 @@ def ngram_trace(trace: Trace) -> Trace:
     """The same answers with drafts from repeated text, and costs without an exit layer: a draft step costs nothing,
     and a verify runs all layers over all rows. A sweep is still counted in draft steps of the recorded head."""
     steps = trace.about["seconds"]
-    lower, verify = float(steps["lower"]), list(accumulate(map(float, steps["verify"]), max))
+    lower, verify = float(steps["lower"]), verify_by_rows(steps)
     seconds = {
         "lower": 0.0,
         "head": 0.0,
