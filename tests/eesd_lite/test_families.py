@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from eesd_lite import SamplingParams
+from eesd_lite.allocated import allocated_bytes
 from eesd_lite.cache import KVCache, Rows
 from eesd_lite.config import ModelConfig
 from eesd_lite.dense import band
@@ -80,7 +81,7 @@ def params(**settings: Any) -> SamplingParams:
 def test_drafting_gives_the_plain_ids_in_every_family(engine_of: EngineOf, family: str, settings: str) -> None:
     engine, wanted = engine_of(FAMILIES[family], **OFFLOADED), params(**SETTINGS[settings])
     expected = plain_ids(engine, PROMPT, wanted)
-    for controller in ("calibrated", "fixed:3"):
+    for controller in ("calibrated", "fixed:3", "tree:6"):
         engine.set_controller(controller)
         assert ids_of(engine, PROMPT, wanted) == expected, controller
     written, vocab = PROMPT + expected, engine.config.vocab_size
@@ -120,6 +121,14 @@ def test_a_row_sees_exactly_the_keys_of_its_window(engine_of: EngineOf) -> None:
         changed = list(ids)
         changed[place] ^= 1
         assert torch.equal(prefill(engine, changed)[-1], last) != seen, place
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_planned_is_what_is_allocated_in_every_family(engine_of: EngineOf, family: str) -> None:
+    """Biases, norms of heads and tables that turn nothing are counted, to the byte, in layers and in the head."""
+    engine = engine_of(FAMILIES[family], **OFFLOADED)
+    lasting = {name: size for name, size in engine.plan.items if name != "scratch"}
+    assert allocated_bytes(engine) == {"device": lasting, "host": {}}
 
 
 # Heads, teachers and quantized copies of every family.
