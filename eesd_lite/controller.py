@@ -15,6 +15,7 @@ from eesd_lite.controllers_thompson import ThompsonController
 from eesd_lite.controllers_tree import FixedTree, ThompsonTree, TreeController
 from eesd_lite.costs import RoundCosts
 from eesd_lite.errors import EesdError
+from eesd_lite.tree_costs import TreeCosts
 
 CONTROLLER_NAMES = ("calibrated", "beta", "fixed:K", "hf", "off", "tree", "tree:NODES")
 LONGEST_CHAIN, LARGEST_TREE = 16, 64  # what a round may draft unless a user says otherwise
@@ -113,18 +114,23 @@ def draft_limit_for(*specs: str) -> int:
     return max(LARGEST_TREE if isinstance(any_controller(spec), TreeController) else LONGEST_CHAIN for spec in specs)
 
 
-def any_controller(spec: str, rng_seed: int = 0, *, costs: RoundCosts | None = None) -> Controller | TreeController:
-    """The controller that a user names, of chains or of trees; EesdError lists the names. `costs`: of chains."""
-    tree = _tree_controller(spec, rng_seed)
+def any_controller(
+    spec: str, rng_seed: int = 0, *, costs: RoundCosts | None = None, tree_costs: TreeCosts | None = None
+) -> Controller | TreeController:
+    """The controller that a user names, of chains or of trees; EesdError lists the names.
+
+    Those that learn begin with the costs of the plan, of chains and of trees, if it has run before, and add to them.
+    """
+    tree = _tree_controller(spec, rng_seed, tree_costs)
     return tree if tree is not None else make_controller(spec, rng_seed, costs=costs)
 
 
-def _tree_controller(spec: str, rng_seed: int) -> TreeController | None:
+def _tree_controller(spec: str, rng_seed: int, costs: TreeCosts | None = None) -> TreeController | None:
     kind, colon, number = spec.strip().lower().partition(":")
     if kind != "tree":
         return None
     if not colon:
-        return ThompsonTree(rng_seed)
+        return ThompsonTree(rng_seed, costs)
     if number.isascii() and number.isdigit() and len(number) <= 4 and 1 <= int(number) <= LARGEST_TREE:
         return FixedTree(int(number))
     raise EesdError(f"tree:NODES takes a number of nodes from 1 to {LARGEST_TREE}, not {spec!r}")

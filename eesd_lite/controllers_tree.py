@@ -151,12 +151,12 @@ class ThompsonTree(TreeController):
 
     name = "tree"
 
-    def __init__(self, rng_seed: int = 0) -> None:
-        self.costs = TreeCosts()
+    def __init__(self, rng_seed: int = 0, costs: TreeCosts | None = None) -> None:
+        self.costs = costs if costs is not None else TreeCosts()  # belong to the plan, not to a conversation
         self.calibration = Calibration()
         self._random = random.Random(rng_seed)
         self._best: deque[float] = deque(maxlen=_RECENT)  # confidence of the best proposal at nodes visited lately
-        self._account = 0.0  # seconds that exploration may cost
+        self._account = _EXPLORE_GRANT * self.costs.seconds(0, 0)  # seconds that exploration may cost
         self._waiting = 0  # rounds until exploring is allowed again
         self._exploring = False
         self._begun(0)

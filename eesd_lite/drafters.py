@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from eesd_lite.errors import EesdError
 from eesd_lite.exit_head import ExitHead
-from eesd_lite.ngram_drafter import NgramDrafter
+from eesd_lite.ngram_tree import NgramTreeDrafter
 from eesd_lite.sampling import Sampler
 from eesd_lite.speculative import Drafter, HeadDrafter
 from eesd_lite.target import Target
@@ -24,9 +24,9 @@ def check_drafter(name: str) -> None:
 def drafter_factory(name: str, head: ExitHead | None) -> DrafterFactory | None:
     """Makes a generation's drafter; None where nobody can draft. `both` without a head is `ngram`."""
     if name == "ngram" or (name == "both" and head is None):
-        return lambda target, sampler: NgramDrafter()
+        return lambda target, sampler: NgramTreeDrafter()
     if head is None:
         return None
     if name == "both":
-        return lambda target, sampler: NgramDrafter(HeadDrafter(head, target, sampler))
+        return lambda target, sampler: NgramTreeDrafter(HeadDrafter(head, target, sampler))
     return lambda target, sampler: HeadDrafter(head, target, sampler)

@@ -54,6 +54,7 @@ from eesd_lite.streamer import Reader
 from eesd_lite.target import Target
 from eesd_lite.text import TextCodec
 from eesd_lite.tiers import HOST_MODES
+from eesd_lite.tree_costs import TreeCosts
 from eesd_lite.tree_growth import grow, tell
 from eesd_lite.units import parse_size
 from quant.checkpoint import Checkpoint
@@ -89,7 +90,7 @@ class Engine:
         self.last_round: Round | None = None
         self._closed = False
         self._open: weakref.ref[Generator[TokenEvent, None, None]] | None = None
-        self._costs = RoundCosts()  # belong to the plan, so every conversation adds to them
+        self._costs, self._tree_costs = RoundCosts(), TreeCosts()  # of the plan: every conversation adds to them
         self._last_prompt: list[int] | None = None  # of the conversation that the controller knows
         self.set_controller(controller)
 
@@ -182,7 +183,10 @@ class Engine:
     def set_controller(self, spec: str) -> None:
         """Decide anew how much is drafted; forgets what was learned and (`off` keeps no head cache) the prefix."""
         self.controller_spec = spec
-        self._controller, self._keeps_learning = any_controller(spec, costs=self._costs), False
+        self._controller, self._keeps_learning = (
+            any_controller(spec, costs=self._costs, tree_costs=self._tree_costs),
+            False,
+        )
         self.reset()
 
     @property
@@ -203,7 +207,7 @@ class Engine:
 
     def _forget_conversation(self) -> None:
         if self._last_prompt is not None and not self._keeps_learning:
-            self._controller = any_controller(self.controller_spec, costs=self._costs)
+            self._controller = any_controller(self.controller_spec, costs=self._costs, tree_costs=self._tree_costs)
         self._last_prompt = None
 
     def _continue_or_begin(self, ids: list[int]) -> None:

@@ -19,6 +19,7 @@ from eesd_lite.controllers_tree import FixedTree, group_size
 from eesd_lite.draft_tree import Draft, DraftTree
 from eesd_lite.engine import Engine
 from eesd_lite.errors import EesdError
+from eesd_lite.ngram_tree import NgramTreeDrafter
 from eesd_lite.sampling import Choice, Sampler
 from eesd_lite.speculative import VERIFY_ROWS, Accepted, Drafter, HeadDrafter, VisitedLogits, accept
 from eesd_lite.target import Target
@@ -337,3 +338,71 @@ def test_a_controller_may_not_want_more_nodes_than_there_are_slots(engine_of: En
     expected = plain_ids(engine, PROMPT, params())
     assert ids_of(engine, PROMPT, params()) == expected
     assert engine.stats.drafted <= 3 * engine.stats.rounds
+
+
+class Silent:
+    """A head that proposes what it is told."""
+
+    def __init__(self, *choices: Choice) -> None:
+        self.choices = list(choices)
+
+    def branches(
+        self, states: Tensor, rows: Rows, *, position: Sequence[int], history: Sequence[Sequence[int]], count: int
+    ) -> list[list[Choice]]:
+        return [self.choices[:count] for _ in history]
+
+    def propose(self, state: Tensor, rows: Rows, *, position: int, history: Sequence[int]) -> Choice | None:
+        raise AssertionError("trees ask for branches")
+
+    def keep(self, state: Tensor, rows: Rows) -> None: ...
+
+    def move(self, sources: list[int], targets: list[int]) -> None: ...
+
+
+def asked(drafter: NgramTreeDrafter, *histories: list[int], count: int = 8) -> list[list[Choice]]:
+    rows, places = Rows.chain(0, len(histories)), [len(ids) for ids in histories]
+    return drafter.branches(torch.zeros(len(histories), 1), rows, position=places, history=histories, count=count)
+
+
+def test_look_ups_join_the_heads_branches_and_the_surer_belief_holds() -> None:
+    visible = [1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 3]  # 8 followed lately, 9 before
+    alone = asked(NgramTreeDrafter(), visible)[0]
+    assert [choice.token_id for choice in alone] == [8, 9]
+    belief = alone[0].confidence
+    assert belief is not None
+    drafter = NgramTreeDrafter(Silent(Choice(7, 0.95), Choice(9, 0.01)))
+    both = asked(drafter, visible)[0]
+    assert [choice.token_id for choice in both][0] == 7 and {choice.token_id for choice in both} == {7, 8, 9}
+    assert len({choice.token_id for choice in both}) == len(both)
+    assert next(c.confidence for c in both if c.token_id == 9) == belief
+    assert len(asked(drafter, visible, count=1)[0]) == 1
+    deeper = asked(NgramTreeDrafter(), visible, [*visible, 8])  # below a proposal: matches go on along the path
+    assert [choice.token_id for choice in deeper[1]] == [1]
+
+
+def test_look_ups_learn_from_what_became_visible_and_not_from_branches() -> None:
+    drafter = NgramTreeDrafter()
+    visible = [5, 6, 7, 5, 6]
+    asked(drafter, visible)
+    before = drafter.index.belief(2)
+    asked(drafter, [*visible, 7], [*visible, 7, 5])
+    assert drafter.index.belief(2) == before, "a branch was taken for the truth"
+    asked(drafter, [*visible, 7, 5, 9])  # the next round: 7 and 5 were proposed, and right
+    assert drafter.index.belief(2) > before
+    assert drafter.index.ids == [*visible, 7, 5, 9]
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "both"])
+@pytest.mark.parametrize("controller", ["tree", "tree:12"])
+def test_trees_with_look_ups_give_the_plain_ids(engine_of: EngineOf, drafter: str, controller: str) -> None:
+    options = {**OPTIONS, "head": "random" if drafter == "both" else "off"}
+    if drafter == "ngram":
+        del options["exit_layer"]
+    engine = engine_of(SPEC, **options, drafter=drafter)
+    prompt = list(b"abcabdabcabdabcab")
+    for name in SETTINGS:
+        chosen = params(max_new_tokens=30, **SETTINGS[name])
+        expected = plain_ids(engine, prompt, chosen)
+        engine.set_controller(controller)
+        assert ids_of(engine, prompt, chosen) == expected
+    assert engine.stats.drafted > 0
