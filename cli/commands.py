@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from cli.talk import Chat
 
 _KEYS = (
-    "Enter sends, Alt-Enter starts a new line, Tab completes commands and files, Ctrl-X Ctrl-E opens an editor.\n"
-    "A pasted text is one question. Ctrl-C stops an answer or empties the line. Begin with a space to send a text\n"
-    "that starts with '/'."
+    "Enter sends, Alt-Enter starts a new line, Tab completes, Ctrl-X Ctrl-E opens an\n"
+    "editor; a pasted text is one question. Ctrl-C stops an answer or empties the\n"
+    "line. Begin with a space to send a text that starts with '/'."
 )
 
 
@@ -208,17 +208,17 @@ COMMANDS: dict[str, Command] = {
     for command in (
         Command("/help", "this list", _help),
         Command("/system [TEXT|off]", "show or change the system prompt", _system),
-        Command("/reset", "forget the conversation (the system prompt stays)", _reset),
+        Command("/reset", "forget the conversation, not the system prompt", _reset),
         Command("/undo", "take the last question and its answer back", _undo),
-        Command("/retry", "another answer to the last question, with the next seed", _retry),
+        Command("/retry", "answer the last question again, with the next seed", _retry),
         Command("/edit", "change the last question and send it again", _edit),
         Command("/save FILE", "write the conversation to a file", _save),
         Command("/load FILE", "go on from a saved conversation", _load),
         Command("/set [NAME [VALUE]]", "show or change a setting, as /set temperature 0.7", _set),
-        Command("/stats", "figures of the whole session, and what the controller believes", _stats),
+        Command("/stats", "figures of the session, beliefs of the controller", _stats),
         Command("/plan", "which bytes are where", _plan),
-        Command("/show-drafts [on|off]", "tell drafted, rejected and corrected tokens apart", _show_drafts),
-        Command("/model [NAME]", "which model this is; or another one, and the conversation goes on", _model),
+        Command("/show-drafts [on|off]", "colour drafted, rejected and corrected tokens", _show_drafts),
+        Command("/model [NAME]", "which model this is; go on with another one", _model),
         Command("/quit", "leave (as Ctrl-D does)", _quit),
     )
 }

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
 _QUICK = 2.0  # seconds: work that is done by then is not worth a line in a log
+_LONGEST = 8  # numbers of a list that are shown
 _EVERY = 5.0  # seconds between two plain lines of the same stage
 
 
@@ -179,9 +180,11 @@ def totals(stats: Stats, belief: dict[str, Any]) -> list[str]:
     ]
     if stats.rounds:
         drafted = f"{stats.drafted / stats.rounds:.1f} drafted a round, {stats.acceptance_rate:.0%} of them kept"
-        lines.append(f"rounds     {stats.rounds}, tau {stats.tau:.2f}; {drafted}; {stats.cut} tokens cut at an end")
+        lines.append(f"rounds     {stats.rounds}, tau {stats.tau:.2f}; {drafted}")
         lines += ["rounds by the number of drafts that were kept:"]
-        lines += [f"  {line}" for line in _bars([(str(n), c) for n, c in enumerate(stats.accepted_length_histogram)])]
+        lines += [
+            f"  {line}" for line in _bars([(str(n), c) for n, c in enumerate(stats.accepted_length_histogram) if c])
+        ]
     return lines + _belief_lines(belief)
 
 
@@ -225,7 +228,7 @@ def _short(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {_short(item)}" for key, item in value.items())
     if isinstance(value, (list, tuple)):
-        return " ".join(_short(item) for item in value)
+        return " ".join([*(_short(item) for item in value[:_LONGEST]), *(["..."] if len(value) > _LONGEST else [])])
     return str(value)
 
 

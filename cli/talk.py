@@ -13,7 +13,7 @@ from dataclasses import replace
 import click
 
 from cli.chat_file import ChatFileError, NamedSession, SavedChat, from_conversation, into_conversation, write_chat
-from cli.chat_settings import ChatSettings, with_saved
+from cli.chat_settings import SETTABLE, ChatSettings, with_saved
 from cli.commands import is_command, run_command, words_after
 from cli.common import INTERRUPTED, is_terminal
 from cli.prompt_line import PromptLine, quiet_keys
@@ -56,13 +56,15 @@ class Chat:
 
     def answer(self, text: str) -> None:
         """Ask, show, keep."""
-        if self.replacing:
-            self.session.conversation.undo()
-        self.replacing = False
+        conversation = self.session.conversation
+        old = conversation.undo() if self.replacing else None
+        turns, self.replacing = len(conversation.turns), False
         try:
             with quiet_keys():
                 self.session.answer(text)
         finally:
+            if old is not None and len(conversation.turns) == turns:  # nothing was said in its place
+                conversation.again(old)
             self.store()
 
     def retry(self) -> bool:
@@ -85,7 +87,7 @@ class Chat:
 
     def saved(self) -> SavedChat:
         """The conversation as a file would have it."""
-        settings = {name: self.settings.value(name) for name in self.changed if _kept(name)}
+        settings = {name: self.settings.value(name) for name in SETTABLE if name in self.changed}
         return from_conversation(
             self.session.conversation, self.engine.text, model=self.settings.model, settings=settings
         )
@@ -159,12 +161,6 @@ class Chat:
                 named.cache.unlink(missing_ok=True)
         except _FAILURES as error:
             complain(error)
-
-
-def _kept(name: str) -> bool:
-    from cli.chat_settings import SETTABLE
-
-    return name in SETTABLE
 
 
 def open_chat(settings: ChatSettings, progress: ProgressDisplay, open_engine: OpenEngine) -> Chat:

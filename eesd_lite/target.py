@@ -54,9 +54,13 @@ class Target:
         return hidden
 
     def _run(self, layers: range, hidden: Tensor, rows: Rows, progress: Progress) -> None:
+        def done(index: int) -> None:
+            tokens = "1 token" if len(rows) == 1 else f"{len(rows)} tokens"
+            progress(f"reading {tokens}, layer", index + 1, self.config.num_hidden_layers)
+
         run_layers(
             self.bank, layers, hidden, rows, kv=self.kv, reaches=self.reaches, chunk=PREFILL_CHUNK,
-            done=lambda index: progress(f"reading {len(rows)} tokens, layer", index + 1, self.config.num_hidden_layers),
+            done=None if progress is no_progress else done,
         )  # fmt: skip
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ def run_layers(
     kv: KVCache,
     reaches: Sequence[Reach],  # one for every layer of the model
     chunk: int,
-    done: Callable[[int], None] = lambda index: None,
+    done: Callable[[int], None] | None = None,
 ) -> None:
     """Pass all rows through `layers`, layer-major: one layer is fetched once, however many chunks of rows pass it.
 
@@ -120,7 +120,8 @@ def run_layers(
         for piece, piece_rows in pieces:
             layer.forward(piece, piece_rows, cache, reaches[index])
         source.done(index)
-        done(index)
+        if done is not None:
+            done(index)
 
 
 def _pieces(hidden: Tensor, rows: Rows, chunk: int) -> list[tuple[Tensor, Rows]]:

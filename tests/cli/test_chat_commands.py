@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from cli.commands import COMMANDS
 from tests.cli.terminal import CTRL_C, CTRL_D, TAB, UP, Terminal, asked
 
@@ -112,11 +114,15 @@ def test_an_edit_that_is_given_up_changes_nothing(start: Start) -> None:
     assert asked(terminal, 1).startswith("user\nHello\nassistant\n")
 
 
-def test_a_retry_that_is_stopped_before_its_first_token_leaves_the_old_answer(start: Start) -> None:
+@pytest.mark.parametrize("command", ["/retry", "/edit"])
+def test_a_new_answer_that_is_stopped_before_its_first_token_leaves_the_old_one(start: Start, command: str) -> None:
     terminal = start(answers=["one two three"], prefill_seconds=1.5)
     terminal.prompt()
     terminal.ask("Hello")
-    terminal.send("/retry\r")
+    terminal.send(f"{command}\r")
+    if command == "/edit":
+        terminal.prompt()
+        terminal.send("!\r")
     terminal.expect("reading")
     terminal.send(CTRL_C)
     assert "stopped before the first token" in terminal.prompt()

@@ -201,7 +201,7 @@ def test_a_prompt_reports_every_layer_that_it_has_passed(engine_of: EngineOf) ->
     assert reports == [(f"reading {len(PROMPT)} tokens, layer", layer, 5) for layer in (1, 2, 3, 4, 5)]
     reports.clear()
     list(engine.generate([*PROMPT, 65], params(), lambda *report: reports.append(report)))
-    assert reports[0] == ("reading 1 tokens, layer", 1, 5), "only what is new is read"
+    assert reports[0] == ("reading 1 token, layer", 1, 5), "only what is new is read"
 
 
 def test_padding_rows_are_never_chosen_though_their_logits_are_the_largest(engine_of: EngineOf) -> None:
