@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from cli.common import quantize_option, reports_errors
+from cli.common import quantize_option, reports_errors, weights_option
 from cli.render import ProgressDisplay
 
 PATH = click.Path(path_type=Path, dir_okay=False)
@@ -26,6 +26,7 @@ PATH = click.Path(path_type=Path, dir_okay=False)
 @click.option("--limit-windows", type=click.IntRange(min=1), help="Only the first so many windows or lines of ids.")
 @click.option("--engine", is_flag=True, help="Run MODEL with this project's engine instead of transformers.")
 @quantize_option
+@weights_option
 @click.option("--reference-dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="[default: float32, bfloat16 with --engine]")
 @click.option("--threads", type=click.IntRange(min=1), help="[default: as many as torch takes]")

@@ -133,9 +133,9 @@ class TransformersScorer:
 
     @classmethod
     def from_folder(
-        cls, folder: Path, dtype: torch.dtype = torch.float32, quantize: str | None = None
+        cls, folder: Path, dtype: torch.dtype = torch.float32, quantize: str | None = None, weights: str | None = None
     ) -> TransformersScorer:
-        return cls(transformers_model(folder, dtype, quantize))
+        return cls(transformers_model(folder, dtype, quantize, weights))
 
     @torch.inference_mode()
     def blocks(self, ids: Sequence[int], rows: int) -> Iterator[Tensor]:
@@ -144,10 +144,12 @@ class TransformersScorer:
             yield self.model.lm_head(part).float()
 
 
-def transformers_model(folder: Path, dtype: torch.dtype, quantize: str | None = None) -> Any:
+def transformers_model(
+    folder: Path, dtype: torch.dtype, quantize: str | None = None, weights: str | None = None
+) -> Any:
     """transformers' own model on the weights of a folder of any kind, in `dtype`, no quantized kernel anywhere.
 
-    `quantize`: a 16-bit folder's weights are rounded to nf4 or fp4 on the way.
+    `quantize`: a 16-bit folder's weights are rounded to nf4 or fp4 on the way. `weights`: the file of several.
     """
     import transformers
 
@@ -158,7 +160,7 @@ def transformers_model(folder: Path, dtype: torch.dtype, quantize: str | None = 
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # the weights handed over are no longer quantized
     state = dequantized_state(
-        Checkpoint(folder, quantize=quantize), dtype, biases=ModelConfig.from_folder(folder).biases
+        Checkpoint(folder, weights, quantize=quantize), dtype, biases=ModelConfig.from_folder(folder).biases
     )
     transformers.utils.logging.disable_progress_bar()  # ours is shown instead
     family: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]

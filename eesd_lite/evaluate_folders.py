@@ -36,6 +36,7 @@ class EvalSettings:
     window: int = WINDOW
     limit_windows: int | None = None
     engine: bool = False  # the model through our engine; a reference is always run by transformers
+    weights: str | None = None  # the file to read, where the folder of the model holds several
     quantize: str | None = None  # nf4 or fp4: the model in 4 bits, whoever runs it; a reference stays as it is
     dtype: str | None = None
     reference_dtype: str = "float32"
@@ -107,10 +108,12 @@ def evaluate_folders(settings: EvalSettings, progress: Progress) -> dict[str, An
 
 def _open(settings: EvalSettings, folder: Path, context: int, stack: ExitStack, progress: Progress) -> Scorer:
     if not settings.engine:
-        return TransformersScorer.from_folder(folder, _DTYPES[settings.model_dtype], settings.quantize)
+        return TransformersScorer.from_folder(
+            folder, _DTYPES[settings.model_dtype], settings.quantize, settings.weights
+        )
     engine = Engine.from_pretrained(
         folder, head="off", controller="off", context=context, dtype=settings.model_dtype,
-        quantize=settings.quantize, progress=progress,
+        quantize=settings.quantize, weights=settings.weights, progress=progress,
     )  # fmt: skip
     return EngineScorer(stack.enter_context(engine))
 
