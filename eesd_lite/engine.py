@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,46 +17,29 @@ from torch import Tensor
 
 from eesd_lite.cache import Rows
 from eesd_lite.config import ModelConfig
-from eesd_lite.controller import Controller, LearnsDraftTime, any_controller, draft_limit_for
+from eesd_lite.controller import Controller, LearnsDraftTime, any_controller
 from eesd_lite.controllers_tree import TreeController
 from eesd_lite.costs import RoundCosts
 from eesd_lite.diagnose import first_break
 from eesd_lite.draft_tree import Draft
-from eesd_lite.drafters import check_drafter, drafter_factory
+from eesd_lite.drafters import drafter_factory
 from eesd_lite.emitter import Emitter, TokenEvent
 from eesd_lite.errors import EesdError, ModelError, NotFiniteError
 from eesd_lite.exit_head import ExitHead
-from eesd_lite.head_choice import choose_head
-from eesd_lite.loader import (
-    LoadOptions,
-    choose_kernels,
-    default_context,
-    identity,
-    load_head,
-    load_target,
-    plan_for,
-    rates_for,
-)
-from eesd_lite.packed_store import open_store
+from eesd_lite.opening import EngineOptions, open_parts
 from eesd_lite.params import SamplingParams
 from eesd_lite.placement import Plan
 from eesd_lite.prefix_file import read_prefix, write_prefix
-from eesd_lite.preflight import check_tensors
-from eesd_lite.prepare import resolve_model
 from eesd_lite.progress import Progress, no_progress
 from eesd_lite.prompt import prompt_ids
 from eesd_lite.sampling import Sampler
-from eesd_lite.saved_plan import read_tiers, write_plan
 from eesd_lite.speculative import Drafter, Round, accept, crop, draft, keep_prefix, verify
 from eesd_lite.stats import Stats
 from eesd_lite.streamer import Reader
 from eesd_lite.target import Target
 from eesd_lite.text import TextCodec
-from eesd_lite.tiers import HOST_MODES
 from eesd_lite.tree_costs import TreeCosts
 from eesd_lite.tree_growth import grow, tell
-from eesd_lite.units import parse_size
-from quant.checkpoint import Checkpoint
 
 
 class Engine:
@@ -132,53 +114,22 @@ class Engine:
         a 16-bit model into bitsandbytes' 4-bit form.
         `throttle` slows reading to so many bytes per second (simulated links). Raises one of `errors.USER_ERRORS`.
         """
-        check_drafter(drafter)
-        planned = draft_limit_for(controller)  # a misspelt name fails before minutes of loading
-        draft_limit = planned if draft_limit is None else draft_limit
-        if not 1 <= draft_limit <= 64:
-            raise EesdError(f"draft_limit must be from 1 to 64, not {draft_limit}")
-        if host_mode not in HOST_MODES:
-            raise EesdError(f"host_mode must be one of {', '.join(HOST_MODES)}, not '{host_mode}'")
-        if threads is not None:
-            if threads < 1:
-                raise EesdError(f"threads must be at least 1, not {threads}")
-            torch.set_num_threads(threads)
-        source = replace(resolve_model(model, progress), weights=weights, quantize=quantize)
-        config = ModelConfig.from_folder(source.folder)
-        options = LoadOptions(
-            device=device, dtype=dtype, device_memory=None if device_memory is None else parse_size(device_memory),
-            resident_layers=resident_layers, context=default_context(config, context), draft_limit=draft_limit,
-            threads=threads, throttle=throttle,
-            host_memory=None if host_memory is None else parse_size(host_memory), host_mode=host_mode,
+        opened = open_parts(
+            model,
+            EngineOptions(
+                device=device, device_memory=device_memory, resident_layers=resident_layers, exit_layer=exit_layer,
+                head=head, force_head=force_head, controller=controller, context=context, threads=threads, dtype=dtype,
+                quantize=quantize, throttle=throttle, draft_limit=draft_limit, drafter=drafter, template=template,
+                host_memory=host_memory, host_mode=host_mode, plan_file=plan_file, weights=weights,
+            ),
+            reader,
+            progress,
         )  # fmt: skip
-        checkpoint = Checkpoint(source.folder, weights, tolerant=True, quantize=quantize)
-        notes = check_tensors(checkpoint, config)
-        ops, kernels = choose_kernels(options, checkpoint, progress)
-        text = TextCodec.from_folder(source.folder, template=template)
-        store = open_store(checkpoint, config, kernels, progress)
-        head = "off" if drafter == "ngram" else head
-        chosen = choose_head(source, config, head, exit_layer, force=force_head, progress=progress)
-        saved = None if plan_file is None else Path(plan_file)
-        if saved is not None and saved.exists():
-            tiers = read_tiers(saved, layers=config.num_hidden_layers, kernels=kernels.key)
-            options = replace(options, tiers=tiers)
-        rates = rates_for(checkpoint, config, store, options, progress)
-        plan = plan_for(checkpoint, config, store, options, chosen.exit_layer, rates)
-        if saved is not None and options.tiers is None:
-            write_plan(saved, plan, kernels.key)
-        target = load_target(checkpoint, config, store, plan, options, ops, kernels, reader, progress)
-        try:
-            bound = None
-            if plan.exit_layer is not None and chosen.head is not None:
-                bound = load_head(target, chosen.head, kernels)
-            return cls(
-                target, text, plan, head=bound, controller=controller, draft_limit=draft_limit,
-                name=source.name, drafter=drafter, notices=(*notes, *chosen.notices, *plan.notes),
-                identity=identity(checkpoint, kernels, store, options, ops),
-            )  # fmt: skip
-        except BaseException:  # Ctrl-C included: nobody else would stop the reading thread
-            target.bank.close()
-            raise
+        return cls(
+            opened.target, opened.text, opened.plan, head=opened.head, controller=controller,
+            draft_limit=opened.draft_limit, name=opened.name, drafter=drafter, notices=opened.notices,
+            identity=opened.identity,
+        )  # fmt: skip
 
     def set_controller(self, spec: str) -> None:
         """Decide anew how much is drafted; forgets what was learned and (`off` keeps no head cache) the prefix."""

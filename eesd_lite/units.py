@@ -49,6 +49,15 @@ def available_device_memory() -> int:
     return int(torch.cuda.mem_get_info()[0] * (1 - _AUTO_RESERVE / 2))
 
 
+def device_memory_size(size: str | int | None, device: str) -> int | None:
+    """A budget for `device`; "auto" asks the device what it has free. None: no limit."""
+    if size is None:
+        return None
+    if isinstance(size, str) and size.strip().lower() == "auto" and device.startswith("cuda"):
+        return available_device_memory()
+    return parse_size(size)
+
+
 def format_size(size: int) -> str:
     """A size for people, in binary units with three digits: 512 B, 1.50 KiB, 93.4 MiB, 7.00 GiB."""
     value = float(abs(size))

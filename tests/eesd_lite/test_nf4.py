@@ -237,7 +237,7 @@ def test_no_reader_is_left_behind_when_the_head_cannot_be_bound(dense: Tiny, mon
         raise HeadError("no memory for a head")
 
     before = set(threading.enumerate())
-    monkeypatch.setattr("eesd_lite.engine.load_head", fails)
+    monkeypatch.setattr("eesd_lite.opening.load_head", fails)
     with pytest.raises(HeadError, match="no memory"):
         dense.engine(quantize="nf4", head="random", exit_layer=2, resident_layers=2)
     assert set(threading.enumerate()) <= before
