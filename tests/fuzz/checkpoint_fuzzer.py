@@ -294,10 +294,8 @@ def attempt(work: Callable[[], object], outcomes: collections.Counter[str]) -> N
         outcomes[re.sub(r"[^a-z ]+", " ", text.split(": ", 1)[-1].lower())[:36]] += 1
 
 
-def main(examples: int, start: int | None) -> int:
-    """Exit code 0, and the figures as JSON, if nothing but our own errors was met."""
-    memory = Path("/dev/shm")  # thousands of small folders
-    root = Path(tempfile.mkdtemp(prefix="fuzz-checkpoint-", dir=memory if memory.is_dir() else None))
+def main(root: Path, examples: int, start: int | None) -> None:
+    """The figures as JSON, if nothing but our own errors was met; else what was met, as an exception."""
     layouts = sound_folders(root)
     folder = root / "model"
     outcomes: collections.Counter[str] = collections.Counter()
@@ -335,12 +333,12 @@ def main(examples: int, start: int | None) -> int:
     )(given(st.sampled_from(sorted(layouts)), st.lists(MUTATION, min_size=1, max_size=3))(example))  # fmt: skip
     (run if start is None else seed(start)(run))()
     figures["peak_mib"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10
-    shutil.rmtree(root)
     common = dict(outcomes.most_common(12))
     print(json.dumps({**figures, "accepted": outcomes["accepted"], "kinds": len(outcomes), "most_common": common}))
-    return 0
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else None))
+    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # thousands of small folders
+    with tempfile.TemporaryDirectory(prefix="fuzz-checkpoint-", dir=memory) as made:
+        main(Path(made), int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else None)
