@@ -16,7 +16,7 @@ from eesd_lite.replay.trace import Trace
 from tests.eesd_lite.replay.made_traces import made
 
 TRACES = Path(__file__).parents[3] / "docs" / "benchmarks" / "traces"
-NAMES = ("exit10-greedy", "exit20-greedy", "exit20-sampled")
+NAMES = ("exit10-greedy", "exit20-greedy", "exit10-sampled", "exit20-sampled")
 CURVES = ("memory", "sweep:5", "sweep:10", "sweep:20", "sweep:40", "sweep:80", "sweep:120", "sweep:200", "hidden:40:6")
 
 
