@@ -63,7 +63,7 @@ class Peer:
         self.limit_bytes: int | None = None  # of the whole process, where a cgroup counts
         self._spec = spec
         self._errors = tempfile.TemporaryFile()
-        settings = {**spec.settings, "waits": group is not None}
+        settings = spec.settings if group is None else {**spec.settings, "waits": True}
         command = [spec.python, *(spec.command or ("-I", str(CHILD))), spec.name, json.dumps(settings)]
         try:
             self._process = subprocess.Popen(
