@@ -37,6 +37,7 @@ from quant.config import read_quant_config
 from quant.gptq import GridSettings, gptq_quantize, round_to_nearest
 from quant.matrix import QuantizedMatrix
 from quant.packing import SUPPORTED_BITS
+from quant.safetensors_index import read_json
 from quant.writer import GPTQWriter
 
 BATCH_TOKENS = 8192  # calibration tokens per forward call
@@ -98,7 +99,9 @@ def quantize_folder(
 
 def refuse_quantized(folder: Path) -> None:
     """EesdError for a folder that holds a quantized model: quantizing twice only loses."""
-    if read_quant_config(folder) is not None:
+    config = folder / "config.json"
+    in_blocks = config.exists() and read_json(config).get("quantization_config")  # bitsandbytes says it only there
+    if read_quant_config(folder) is not None or in_blocks:
         raise EesdError(f"{folder} is quantized already; quantize the 16-bit model that it was made from")
 
 

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from eesd_lite import SamplingParams
 from eesd_lite.engine import Engine
-from eesd_lite.errors import HeadError, ModelError
+from eesd_lite.errors import EesdError, HeadError, ModelError
 from eesd_lite.evaluate import dequantized_state, transformers_model
 from eesd_lite.evaluate_folders import EvalSettings, evaluate_folders
 from eesd_lite.progress import no_progress
+from eesd_lite.quantize import refuse_quantized
 from quant.checkpoint import Checkpoint
 from quant.errors import CheckpointError
 from quant.kernels_bnb import cpu_product_missing
@@ -267,6 +268,12 @@ def test_wishes_that_make_no_sense_are_refused(saved: Callable[..., Tiny], dense
         tiny_of(TinySpec()).engine(quantize="nf4")
     with pytest.raises(CheckpointError, match="must be nf4 or fp4, not 'int8'"):
         dense.engine(quantize="int8")
+
+
+def test_a_4_bit_folder_is_not_quantized_again(saved: Callable[..., Tiny], dense: Tiny) -> None:
+    refuse_quantized(dense.folder)
+    with pytest.raises(EesdError, match="quantized already"):
+        refuse_quantized(saved().folder)
 
 
 def test_a_cut_4_bit_file_is_named_before_loading(saved: Callable[..., Tiny], tmp_path: Path) -> None:
