@@ -129,8 +129,14 @@ class Checkpoint(ModelFolder):
                 f"{self.folder}: '{shown(name)}' points at group {int(g_idx.max())} of {header.groups} "
                 f"(lowest {int(g_idx.min())})"
             )
-        # Writers of early 2023 left g_idx empty where there is no act-order; scales nobody uses tell it.
-        return natural if header.groups > 1 and not bool(g_idx.any()) else g_idx
+        if header.groups == 1 or bool(g_idx.any()):
+            return g_idx
+        # All zeros beside scales of several groups: some early files without act-order left g_idx empty.
+        if self.quant_config is not None and self.quant_config.desc_act:
+            raise CheckpointError(
+                f"{self.folder}: desc_act is true but '{shown(name)}' is empty; the file is incomplete"
+            )
+        return natural
 
     def dequantized(self, module: str) -> Tensor:
         """The weight of `module` in float32 [out, in], whether it is stored quantized or in 16 bit."""

@@ -132,6 +132,10 @@ def test_a_g_idx_of_zeros_in_a_file_with_groups_means_the_natural_order(tmp_path
     folder = write(tmp_path / "m", drawn)
     add(folder, g_idx=torch.zeros(64, dtype=torch.int32))
     assert np.array_equal(Checkpoint(folder).dequantized(MODULE).numpy(), drawn.dequantized)
+    (folder / "quantize_config.json").write_text(json.dumps({"desc_act": True}))
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="desc_act is true but .*g_idx' is empty"):
+        Checkpoint(folder).matrix(MODULE)
 
 
 def test_groups_that_neither_g_idx_nor_the_settings_explain_are_refused(tmp_path: Path) -> None:
