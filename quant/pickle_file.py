@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickletools
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,9 @@ def _load(path: Path, *, looked_at: bool = False) -> dict[str, Any]:
     if not looked_at:
         _check_program(path, size)
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with warnings.catch_warnings():  # of torch, about what damaged files make it do
+            warnings.simplefilter("ignore")
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises a dozen classes for damaged files; their texts span many lines
         reason = shown(str(error).split("\n", 1)[0]) or type(error).__name__
         raise CheckpointError(f"{path}: cannot be loaded as weights ({reason}); fetch the file again") from None
