@@ -47,7 +47,7 @@ def raising_terminated() -> Iterator[None]:
         yield
     finally:
         for number, old in before.items():
-            signal.signal(number, old)
+            signal.signal(number, old if old is not None else signal.SIG_DFL)  # None: not set by Python
 
 
 class Interrupts:
@@ -67,7 +67,7 @@ class Interrupts:
 
     def __exit__(self, *_: object) -> None:
         for number, old in self._before.items():
-            signal.signal(number, old)
+            signal.signal(number, old if old is not None else signal.SIG_DFL)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
