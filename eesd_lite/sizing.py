@@ -18,6 +18,7 @@ from quant.block_module import block_state
 from quant.model_folder import ModelFolder
 
 PREFILL_CHUNK = 128  # rows that pass a layer together: bounds the scratch memory of a long prompt
+LOGITS_ROWS = 8  # rows that share one pass over lm_head, and the most whose logits exist at a time
 RING_SLOTS = 3
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 _ALIGNMENT, _PAGE = 64, 4096  # of every tensor in a blob, and of the blob
@@ -245,7 +246,7 @@ def plan_request(
     widest = max(
         2 * config.intermediate_size, (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
     )
-    # Activations of one chunk of rows, and the logits of a verification.
+    # Activations of one chunk of rows, and logits.
     chunk = PREFILL_CHUNK * (widest + config.intermediate_size + 4 * config.hidden_size) * 4
     return PlanRequest(
         layer_bytes=tuple(layers),
@@ -258,7 +259,7 @@ def plan_request(
         lm_head_bytes=0 if tied else table,
         norm_bytes=config.hidden_size * itemsize,
         head_bytes=head_bytes(config, itemsize) if exit_layer is not None and head else 0,
-        scratch_bytes=chunk + (draft_limit + 1) * config.vocab_size * 4,
+        scratch_bytes=chunk + min(draft_limit + 1, LOGITS_ROWS) * config.vocab_size * 4,
         scratch_bytes_per_token=config.hidden_size * 4,  # the states of a whole prompt
         ring_slots=RING_SLOTS,
         exit_layer=exit_layer,

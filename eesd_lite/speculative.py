@@ -144,7 +144,8 @@ class VisitedLogits:
             while child is not None and len(nodes) < VERIFY_ROWS:
                 nodes.append(child)
                 child = self.tree.first_child(child)
-            self._known.update(zip(nodes, self.target.logits(self.hidden[nodes]), strict=True))
+            # Acceptance only goes down, so what was known is not asked again.
+            self._known = dict(zip(nodes, self.target.logits(self.hidden[nodes]), strict=True))
         return self._known[node]
 
 

@@ -17,10 +17,8 @@ from eesd_lite.config import ModelConfig
 from eesd_lite.layer_bank import LayerBank
 from eesd_lite.ops import Ops, Reach
 from eesd_lite.progress import Progress, no_progress
-from eesd_lite.sizing import PREFILL_CHUNK
+from eesd_lite.sizing import LOGITS_ROWS, PREFILL_CHUNK
 from eesd_lite.transformer import run_layers
-
-LOGITS_ROWS = 8  # rows that share one pass over lm_head
 
 
 @dataclass

@@ -79,6 +79,7 @@ def controller_figures(name: str, results: Results) -> dict[str, Any]:
         "tau": round(stats.tau, DIGITS),
         "acceptance_rate": round(stats.acceptance_rate, DIGITS),
         "drafted": stats.drafted,
+        "draft_depth": stats.draft_depth,
         "accepted": stats.accepted,
         "rounds": stats.rounds,
         "cut": stats.cut,

@@ -27,7 +27,7 @@ from tests.eesd_lite.fake_engine import FakeEngine, plan
 
 PER_CONTROLLER = (
     "tokens_per_second speedup identical tokens_compared tau acceptance_rate drafted accepted rounds "
-    "accepted_length_histogram draft_offloaded_bytes verify_offloaded_bytes sweeps peak_rss_bytes"
+    "draft_depth accepted_length_histogram draft_offloaded_bytes verify_offloaded_bytes sweeps peak_rss_bytes"
 ).split()
 
 

@@ -33,7 +33,7 @@ def test_a_70b_on_a_24_gb_card_recomputed_by_hand() -> None:
     tokens = 2048 + 16
     kv = 2 * 8 * 128 * 2  # bytes of one token in one layer
     head = (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672 + 8192 * 8192 + 4 * 8192) * 2
-    scratch = 128 * (2 * 28672 + 28672 + 4 * 8192) * 4 + 2048 * 8192 * 4 + 17 * 32000 * 4
+    scratch = 128 * (2 * 28672 + 28672 + 4 * 8192) * 4 + 2048 * 8192 * 4 + 8 * 32000 * 4
     fixed = {
         "embedding": table,
         "lm_head": table,
@@ -73,7 +73,7 @@ def test_a_13b_on_an_8_gb_card_recomputed_by_hand() -> None:
         "exit head": head,
         "exit head KV cache": tokens * kv,
         "KV cache": tokens * kv * 40,
-        "scratch": 128 * (2 * 13824 + 13824 + 4 * 5120) * 4 + 2048 * 5120 * 4 + 17 * 32000 * 4,
+        "scratch": 128 * (2 * 13824 + 13824 + 4 * 5120) * 4 + 2048 * 5120 * 4 + 8 * 32000 * 4,
         "reserve": 8 * GIB // 16,
         "stream ring": 2 * layer,
     }
