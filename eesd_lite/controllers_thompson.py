@@ -15,7 +15,8 @@ from typing import Any
 from eesd_lite.acceptance import GENERIC, AcceptancePrior
 from eesd_lite.costs import RoundCosts
 
-_PRIOR_WEIGHT = 8.0  # in observations: what a level believes before it saw any
+_PRIOR_WEIGHT = 8.0  # in observations: what a level believes before it saw any, ...
+_PRIOR_TOGETHER = 40.0  # ... or its part of this, if that is more: one level for all sees many tokens soon
 _NEXT_WEIGHT = 8.0  # the same for which level follows which
 _KEEP = 0.99  # per observation of a level: about the last 100 count
 _KEEP_ALL = 0.98  # the same for the head's honesty over all levels: about the last 50
@@ -54,6 +55,7 @@ class ThompsonController:
         self._random = random.Random(rng_seed)
         self._expects = prior.acceptance()
         levels = len(self._expects)
+        self._weight = max(_PRIOR_WEIGHT, _PRIOR_TOGETHER / levels)
         self._all_kept = self._all_stated = 1.0  # discounted counts: tokens kept, and how many were expected to be
         self._kept = [0.0] * levels  # discounted counts of kept tokens, by level
         self._lost = [0.0] * levels
@@ -215,7 +217,7 @@ class ThompsonController:
         """Beta parameters per level. A level without observations believes the head as far as it earned it so far."""
         honesty = min(1.0, self._all_kept / self._all_stated)
         return [
-            (_PRIOR_WEIGHT * honesty * expected + kept, _PRIOR_WEIGHT * (1 - honesty * expected) + lost)
+            (self._weight * honesty * expected + kept, self._weight * (1 - honesty * expected) + lost)
             for expected, kept, lost in zip(self._expects, self._kept, self._lost, strict=True)
         ]
 
