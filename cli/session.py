@@ -84,6 +84,12 @@ class Session:
 
         Each further attempt at a question has a seed of its own. Raises Terminated when the answer is kept.
         """
+        with Interrupts() as interrupts:
+            self._answer(question, attempt, interrupts)
+        if interrupts.terminated is not None:
+            raise interrupts.terminated
+
+    def _answer(self, question: str, attempt: int, interrupts: Interrupts) -> None:
         ids = self.conversation.ask(question)
         self.say_notices()
         self._attempts = attempt
@@ -93,7 +99,7 @@ class Session:
         shown = _Shown()
         view = self._view()
         try:
-            self._run(ids, params, shown, view)
+            self._run(ids, params, shown, view, interrupts)
         except Exception as error:
             shown.error = " ".join(str(error).split())
             raise
@@ -153,10 +159,10 @@ class Session:
             return MarkdownView()
         return PlainView(terminal=is_terminal(sys.stdout))
 
-    def _run(self, ids: list[int], params: SamplingParams, shown: _Shown, view: View) -> None:
+    def _run(self, ids: list[int], params: SamplingParams, shown: _Shown, view: View, interrupts: Interrupts) -> None:
         self.interrupted = False
         started = time.monotonic()
-        with Interrupts() as interrupts, self._progress.showing(f"reading the prompt ({len(ids)} tokens)", delay=0.4):
+        with self._progress.showing(f"reading the prompt ({len(ids)} tokens)", delay=0.4):
             events = self._engine.generate(ids, params, self._progress)
             try:
                 while not interrupts.pending:
@@ -175,8 +181,6 @@ class Session:
                 close = getattr(events, "close", None)
                 if close is not None:
                     close()
-        if interrupts.terminated is not None:
-            raise interrupts.terminated
 
     def _show(self, event: Event, shown: _Shown, view: View) -> None:
         if event.token_id is not None:

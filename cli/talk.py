@@ -267,3 +267,6 @@ def talk(chat: Chat) -> int:
                 chat.answer(text)
         except USER_ERRORS as error:
             complain(error)
+        except KeyboardInterrupt:  # before an answer began, or after it was kept: it does not end the session
+            chat.session.conversation.withdraw()
+            note("interrupted")

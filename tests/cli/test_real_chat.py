@@ -205,7 +205,7 @@ def test_ctrl_c_behind_a_slow_disk_in_a_terminal(tiny: Tiny) -> None:
     process.send("Hello\r")
     process.expect(r"\?2004l[\r\n]*.")  # what comes when the line editor has left: the answer, or progress
     process.send(CTRL_C)
-    process.expect_exact(["stopped]", "the question is forgotten"])
+    process.expect_exact(["stopped]", "the question is forgotten", "interrupted"])
     process.expect_exact(READING)
     process.send("/set max-new-tokens 2\r")
     process.expect_exact("max_new_tokens is 2")
