@@ -100,7 +100,8 @@ class NgramIndex:
 class NgramDrafter:
     """Proposes from the text alone, or from the text and `head`, whichever is believed more at each token.
 
-    Where the text proposes, the head only keeps its keys and values, which costs far less than a draft step.
+    Where the text proposes, the head only keeps its keys and values, which costs far less than a draft step. Made for
+    chains: whoever grows branches from the text uses an NgramIndex of its own.
     """
 
     def __init__(self, head: Drafter | None = None) -> None:
