@@ -107,6 +107,7 @@ class NgramDrafter:
     def __init__(self, head: Drafter | None = None) -> None:
         self.index = NgramIndex()
         self._head = head
+        self._root: list[int] = []  # what was visible when this draft began
         self._expected: list[int] | None = None  # the history of the next call, should it belong to the same draft
         self._guesses: dict[int, int] = {}  # by position: what the head proposed in this draft
         self._head_right = self._head_weight = 0.0
@@ -122,7 +123,9 @@ class NgramDrafter:
             self.index.follow(history)
         else:  # a new draft begins, so all of this is visible
             self._judge_head(history)
+            self.index.follow(self._root)  # back from the draft, so that its accepted tokens are judged too
             self.index.learn(history)
+            self._root = list(history)
         best = next((match for match in self.index.matches() if match.belief >= LEAST), None)
         choice = self._choose(best, state, rows, position=position, history=history)
         self._expected = None if choice is None else [*history, choice.token_id]

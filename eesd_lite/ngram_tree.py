@@ -28,7 +28,6 @@ class NgramTreeDrafter(NgramDrafter):
     def __init__(self, head: TreeDrafter | None = None) -> None:
         super().__init__(head)
         self._tree_head = head
-        self._root: list[int] = []  # the visible ids of this round
         self._paths: set[tuple[int, ...]] = set()  # below them: what was proposed in this round
 
     def branches(

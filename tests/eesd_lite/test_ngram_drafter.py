@@ -100,6 +100,24 @@ def test_of_two_sources_the_one_believed_more_proposes() -> None:
     assert head.asked == 1
 
 
+def test_tokens_that_the_text_drafted_and_the_target_took_are_believed_more_not_forgotten() -> None:
+    drafter = NgramDrafter()
+    text = [1, 2, 3, 4, 5, 6, 7, 8]
+    visible = text + text[:3]
+    drafted = list(visible)
+    for _ in range(3):  # three right tokens of one draft
+        choice = drafter.propose(None, None, position=len(drafted), history=drafted)  # type: ignore[arg-type]
+        assert choice is not None and choice.token_id == text[len(drafted) - 8]
+        drafted.append(choice.token_id)
+    judged = NgramIndex()
+    judged.learn(visible)
+    judged.learn(drafted + [7])
+    drafter.propose(None, None, position=len(drafted) + 1, history=[*drafted, 7])  # type: ignore[arg-type]
+    for length in range(2, 7):
+        assert drafter.index.belief(length) == judged.belief(length), length
+    assert drafter.index.belief(3) > NgramIndex().belief(3)
+
+
 def test_the_head_is_judged_by_what_became_visible_and_only_up_to_its_first_error() -> None:
     head = Told({3: 50, 4: 51, 5: 52})
     drafter = NgramDrafter(head)  # type: ignore[arg-type]
