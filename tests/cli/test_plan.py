@@ -100,7 +100,7 @@ def test_json_says_the_same_for_programs() -> None:
         (("--shape", "llama-2-7b", "--device", "cpu", "--preset", "8gb"), 2, "--device cuda"),
         (("--shape", "llama-2-7b", "--device-memory", "8 apples"), 2, "cannot read the size '8 apples'"),
         (("--shape", "llama-2-7b", "--device-memory", "0"), 1, "too small"),
-        (("--shape", "llama-2-70b", "--device-memory", "1MB"), 1, "(2759012800 bytes) too small"),
+        (("--shape", "llama-2-70b", "--device-memory", "1MB"), 1, "(2757860800 bytes) too small"),
         (("--shape", "llama-2-7b", "--tau", "0.5"), 2, "0.5 is not in the range"),
         (("./nowhere",), 1, "no folder nowhere"),
     ],
