@@ -41,7 +41,9 @@ from cli.render import ProgressDisplay
 )
 @click.option("--repeat", type=POSITIVE, default=1, show_default=True)
 @click.option("--context", type=POSITIVE, default=512, show_default=True)
-@click.option("--draft-limit", type=POSITIVE, default=16, show_default=True)
+@click.option(
+    "--draft-limit", type=POSITIVE, help="Tokens that a round may draft.  [default: what the controllers need]"
+)
 @click.option("--threads", type=POSITIVE)
 @click.option(
     "--out", type=click.Path(path_type=Path, file_okay=False), help="Write report.md, report.json and pictures here."

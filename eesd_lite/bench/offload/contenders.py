@@ -39,7 +39,7 @@ def worker_spec(
         "context": settings.context,
         "threads": settings.threads,
         "throttle": rate,
-        "draft_limit": settings.draft_limit,
+        "draft_limit": settings.longest_draft,
         "controller": "off",
         "head": "off" if exit_layer is None else settings.head,
     }

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eesd_lite.bench.settings import PLAIN
-from eesd_lite.controller import make_controller
+from eesd_lite.controller import any_controller, draft_limit_for
 from eesd_lite.errors import EesdError
 from eesd_lite.units import parse_size
 
@@ -27,7 +27,7 @@ class OffloadSettings:
     rates: tuple[float | None, ...] = (None,)
     baselines: tuple[str, ...] = ()
     whole_process: bool = False  # the limit counts the runtime too, instead of coming on top of it
-    draft_limit: int = 16
+    draft_limit: int | None = None  # None: what the controllers need
     context: int = 512
     threads: int | None = None
     prompts: Path | None = None
@@ -40,7 +40,7 @@ class OffloadSettings:
 
     def __post_init__(self) -> None:
         for spec in self.controllers:
-            make_controller(spec)
+            any_controller(spec)
         unknown = [name for name in self.baselines if name not in BASELINES]
         if unknown:
             raise EesdError(f"unknown baseline {unknown[0]!r}; known: {', '.join(BASELINES)}")
@@ -48,6 +48,13 @@ class OffloadSettings:
             raise EesdError(f"--memory: give one size or more, each above {MARGIN >> 20} MiB")
         if len(self.exit_layers) > 0 and self.drafting == ():
             raise EesdError("--exit-layers without a controller that drafts; name one with --controllers")
+
+    @property
+    def longest_draft(self) -> int:
+        """Tokens that a round may draft, trees included."""
+        if self.draft_limit is not None:
+            return self.draft_limit
+        return max(draft_limit_for(spec) for spec in ("off", *self.controllers))
 
     @property
     def drafting(self) -> tuple[str, ...]:
