@@ -161,18 +161,24 @@ def _biases(main: JsonKeys, family: Family) -> tuple[str, ...]:
     return tuple(name for name in (*ATTENTION_PROJECTIONS, *MLP_PROJECTIONS) if name in found)
 
 
-def _rope(main: JsonKeys, positions: int, family: Family) -> tuple[float, RopeScaling | None]:
-    """Rope settings from rope_parameters (transformers 5) or rope_scaling and rope_theta (before)."""
-    for key in ("rope_parameters", "rope_scaling"):
-        table = main.values.get(key)
-        if table is None:
-            continue
+def _rope_table(main: JsonKeys) -> JsonKeys:
+    """The one table that there is. Two that differ are refused: readers disagree about which of them wins."""
+    found = {key: main.values[key] for key in ("rope_parameters", "rope_scaling") if main.values.get(key) is not None}
+    for key, table in found.items():
         if not isinstance(table, dict):
             raise ModelError(f"{main.file}: {key} must be a table, not {table!r}")
-        rope = JsonKeys(main.file, table, prefix=f"{key}.")
-        break
-    else:
-        rope = JsonKeys(main.file, {}, prefix="")
+    if len(found) == 2 and found["rope_parameters"] != found["rope_scaling"]:
+        raise ModelError(
+            f"{main.file}: rope_parameters {found['rope_parameters']!r} and rope_scaling {found['rope_scaling']!r} "
+            "contradict each other; remove the one that is wrong"
+        )
+    key = next(iter(found), "")
+    return JsonKeys(main.file, found.get(key, {}), prefix=f"{key}." if key else "")
+
+
+def _rope(main: JsonKeys, positions: int, family: Family) -> tuple[float, RopeScaling | None]:
+    """Rope settings from rope_parameters (transformers 5) or rope_scaling and rope_theta (before)."""
+    rope = _rope_table(main)
     # Older files keep the base beside the table, newer ones inside it.
     theta = rope.number("rope_theta", low=1.0, default=main.number("rope_theta", low=1.0, default=family.rope_theta))
     if rope.number("partial_rotary_factor", low=0.0, default=1.0) != 1.0:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from eesd_lite.config import ModelConfig
+from eesd_lite.contradictions import contradictions
 from eesd_lite.controller import draft_limit_for
 from eesd_lite.drafters import check_drafter
 from eesd_lite.errors import EesdError
@@ -111,7 +112,7 @@ def open_parts(model: str | Path, asked: EngineOptions, reader: Reader | None, p
     config = ModelConfig.from_folder(source.folder)
     options = asked.for_loading(config, draft_limit)
     checkpoint = Checkpoint(source.folder, asked.weights, tolerant=True, quantize=asked.quantize)
-    notes = check_tensors(checkpoint, config)
+    notes = [*check_tensors(checkpoint, config), *contradictions(checkpoint, config)]
     ops, kernels = choose_kernels(options, checkpoint, progress)
     text = TextCodec.from_folder(source.folder, template=asked.template)
     store = open_store(checkpoint, config, kernels, progress)

@@ -54,18 +54,33 @@ class ChatTemplate:
 
 
 def own_template(folder: Path, settings: Mapping[str, Any]) -> ChatTemplate | None:
-    """The template in a model folder: chat_template.jinja, chat_template.json, or in tokenizer_config.json."""
+    """The template in a model folder: chat_template.jinja, chat_template.json, or in tokenizer_config.json.
+
+    ModelError names a file that cannot be read.
+    """
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return ChatTemplate("own", path.read_text(encoding="utf-8"))
+        return ChatTemplate("own", _text(path))
     found = settings.get("chat_template")
     path = folder / "chat_template.json"
     if not found and path.is_file():
-        found = json.loads(path.read_text(encoding="utf-8")).get("chat_template")
+        try:
+            found = json.loads(_text(path))
+        except (ValueError, RecursionError) as error:
+            raise ModelError(f"{path} is not readable JSON ({error}); fetch the file again") from None
+        found = found.get("chat_template") if isinstance(found, dict) else None
     if isinstance(found, list):  # several named ones; "default" is the one for talking
-        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+        entries = [entry for entry in found if isinstance(entry, dict) and isinstance(entry.get("name"), str)]
+        named = {entry["name"]: entry.get("template") for entry in entries}
         found = named.get("default") or next(iter(named.values()), None)
     return ChatTemplate("own", found) if isinstance(found, str) and found.strip() else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} cannot be read ({error}); fetch the file again") from None
 
 
 def fallback_template(name: str) -> ChatTemplate:

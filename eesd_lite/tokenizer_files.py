@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eesd_lite.errors import ModelError
+from quant.errors import shown
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
 
+_TOKEN_FLAGS = ("lstrip", "rstrip", "normalized", "single_word")
 _TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "spiece.model", "sentencepiece.bpe.model", "vocab.txt")
 
 
@@ -47,7 +49,10 @@ def read_tokenizer(folder: Path) -> TokenizerFacts:
         eos_ids |= _ids(_read_json(folder / name).get("eos_token_id"))
     eos = tokenizer.token_to_id(special["eos_token"]) if special["eos_token"] else None
     eos_ids |= _ids(eos)
-    bos_id, adds_bos = _bos(tokenizer, settings, special)
+    try:
+        bos_id, adds_bos = _bos(tokenizer, settings, special)
+    except Exception as error:  # the library raises plain Exception, for an unk_token that is not in the vocabulary
+        raise ModelError(f"{folder}: the tokenizer cannot encode text ({shown(error)}); copy the model's own") from None
     hidden = {i for i, token in added.items() if token.special} | eos_ids | _ids(bos_id)
     return TokenizerFacts(
         tokenizer=tokenizer,
@@ -100,17 +105,33 @@ def _add_listed_tokens(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> Non
     from tokenizers import AddedToken
 
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    listed = settings.get("added_tokens_decoder") or {}
-    for key, entry in sorted(listed.items(), key=lambda item: int(item[0])):
-        if entry["content"] in known:
+    for number, content, entry in _listed_tokens(settings):
+        if content in known:
             continue
-        here = tokenizer.token_to_id(entry["content"])
-        if here is None and tokenizer.get_vocab_size() != int(key):
+        here = tokenizer.token_to_id(content)
+        if here is None and tokenizer.get_vocab_size() != number:
             continue  # it would get another id than the model knows it by
-        options = {name: entry[name] for name in ("lstrip", "rstrip", "normalized", "single_word") if name in entry}
-        token = AddedToken(entry["content"], special=bool(entry.get("special")), **options)
+        options = {name: bool(entry[name]) for name in _TOKEN_FLAGS if name in entry}
+        token = AddedToken(content, special=bool(entry.get("special")), **options)
         add = tokenizer.add_special_tokens if token.special else tokenizer.add_tokens
         add([token])
+
+
+def _listed_tokens(settings: Mapping[str, Any]) -> list[tuple[int, str, Mapping[str, Any]]]:
+    """(id, text, entry) of what tokenizer_config.json adds, by id; ModelError for anything of another form."""
+    listed = settings.get("added_tokens_decoder")
+    if listed is None:
+        return []
+    found = []
+    for key, entry in listed.items() if isinstance(listed, dict) else [("", listed)]:
+        content = entry.get("content") if isinstance(entry, dict) else None
+        if not key.isascii() or not key.isdigit() or len(key) > 9 or not isinstance(content, str) or not content:
+            raise ModelError(
+                f"tokenizer_config.json: added_tokens_decoder is damaged at '{shown(key)}': {shown(entry)}; "
+                "fetch the file again"
+            )
+        found.append((int(key), content, entry))
+    return sorted(found, key=lambda item: item[0])
 
 
 def _special_tokens(settings: Mapping[str, Any], listed: Mapping[str, Any]) -> dict[str, str]:
@@ -147,6 +168,6 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not readable JSON ({error}); fetch the file again") from error
     return found if isinstance(found, dict) else {}

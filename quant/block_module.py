@@ -25,11 +25,12 @@ _INSTEAD = "take a 4-bit one, or the 16-bit model with --quantize nf4"
 
 @dataclass(frozen=True)
 class BlockState:
-    """What a description says. `nested_blocksize` and `nested_offset` are for doubly quantized scales."""
+    """What a description says. `nested`: scales are doubly quantized, and the other two are theirs."""
 
     kind: str
     shape: tuple[int, int]  # (out_features, in_features)
     blocksize: int
+    nested: bool = False
     nested_blocksize: int = 256
     nested_offset: float = 0.0
 
@@ -63,6 +64,7 @@ def parse_state(module: str, text: bytes) -> BlockState:
             kind=raw["quant_type"],
             shape=(out_features, in_features),
             blocksize=raw["blocksize"],
+            nested="nested_blocksize" in raw,
             nested_blocksize=raw.get("nested_blocksize", 256),
             nested_offset=float(raw.get("nested_offset", 0.0)),
         )

@@ -142,10 +142,16 @@ def _part(module: str, stored: Mapping[str, Tensor], name: str) -> Tensor:
 def _absmax(module: str, stored: Mapping[str, Tensor], state: BlockState) -> Tensor:
     """The scale of every block in float32."""
     absmax = _part(module, stored, "absmax").view(-1)
-    if "nested_absmax" not in stored:
+    if "nested_absmax" in stored and not state.nested:
+        raise CheckpointError(f"'{module}.weight' has nested_absmax, but its {STATE}* knows of no scales of scales")
+    if not state.nested:
+        if not absmax.is_floating_point():
+            raise CheckpointError(f"'{module}.weight.absmax' is {absmax.dtype}, scales are floating point")
         return absmax.to(torch.float32)
     outer, table = _part(module, stored, "nested_absmax"), _part(module, stored, "nested_quant_map")
     size = state.nested_blocksize
+    if not outer.is_floating_point() or not table.is_floating_point():
+        raise CheckpointError(f"'{module}.weight' has scales of scales in {outer.dtype} and {table.dtype}")
     if absmax.dtype != torch.uint8 or table.shape != (256,) or outer.numel() != -(-absmax.numel() // size):
         raise CheckpointError(f"'{module}.weight' has scales of scales that do not belong together")
     repeated = outer.to(torch.float32).view(-1).repeat_interleave(size)[: absmax.numel()]

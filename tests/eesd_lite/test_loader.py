@@ -121,7 +121,8 @@ def test_a_quantized_lm_head_is_used(tiny_of: TinyOf) -> None:
 
 def test_a_tied_lm_head_is_the_embedding_itself_even_if_a_copy_is_stored(tmp_path: Path) -> None:
     tiny = build(tmp_path / "model", TinySpec(layers=3, tied=True))
-    change(tiny, {"lm_head.weight": torch.zeros_like(tiny.weights["model.embed_tokens.weight"])})
+    copy = load_file(tiny.folder / "model.safetensors")["model.embed_tokens.weight"].clone()
+    change(tiny, {"lm_head.weight": copy})
     with tiny.engine() as engine:
         assert engine.target.lm_head is engine.target.embedding
         assert "lm_head" not in dict(engine.plan.items)

@@ -109,7 +109,7 @@ def test_a_damaged_description_is_named(content: bytes) -> None:
         read_blocks("m", tensors)
 
 
-@pytest.mark.parametrize("missing", ["absmax", "quant_map", "nested_quant_map"])
+@pytest.mark.parametrize("missing", ["absmax", "quant_map", "nested_absmax", "nested_quant_map"])
 def test_a_missing_part_is_named(missing: str) -> None:
     tensors, _ = stored(nested=True)
     del tensors[missing]
