@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from cli.common import Size, quantize_option, reports_errors, weights_option
+from cli.common import Size, draft_vocab_option, quantize_option, reports_errors, weights_option
 from cli.render import ProgressDisplay
 
 
@@ -71,6 +71,7 @@ _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_pena
     show_default=True,
     help="Draft with the exit head, from repeated text, or both.",
 )
+@draft_vocab_option
 @click.option(
     "--controllers",
     type=Names(),

@@ -23,6 +23,7 @@ from cli.common import (
     INTERRUPTED,
     Rate,
     Size,
+    draft_vocab_option,
     is_terminal,
     program_name,
     quantize_option,
@@ -61,6 +62,7 @@ def open_engine(settings: ChatSettings, progress: Progress) -> ChatEngine:
         force_head=settings.force_head,
         weights=settings.weights,
         quantize=settings.quantize,
+        draft_vocab=settings.draft_vocab,
         controller=settings.controller,
         context=settings.context,
         threads=settings.threads,
@@ -162,6 +164,7 @@ def make_command(open_engine: OpenEngine = open_engine) -> click.Command:
         show_default=True,
         help="Draft with the exit head, from repeated text (needs no head), or both.",
     )
+    @draft_vocab_option
     @click.option("--force-head", is_flag=True, help="Take a head made for another model (can only cost speed).")
     @weights_option
     @quantize_option

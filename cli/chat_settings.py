@@ -42,6 +42,7 @@ class ChatSettings:
     controller: str = "calibrated"
     head: str | None = None
     drafter: str = "head"
+    draft_vocab: int | None = None
     force_head: bool = False
     weights: str | None = None
     quantize: str | None = None

@@ -55,6 +55,14 @@ quantize_option = click.option(
 )
 
 
+draft_vocab_option = click.option(
+    "--draft-vocab",
+    type=click.IntRange(min=16),
+    metavar="N",
+    help="Let the head draft the N most frequent tokens only.",
+)
+
+
 def program_name() -> str:
     """What messages start with: the program and its subcommand."""
     context = click.get_current_context(silent=True)

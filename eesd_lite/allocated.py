@@ -34,6 +34,7 @@ def allocated_bytes(engine: Engine) -> dict[str, dict[str, int]]:
         ("host", "layers to compute", bank.computed_on_host),
         ("host", "layers to stream", getattr(streamer, "host", None)),
         ("device", "stream ring", getattr(streamer, "_slots", None)),
+        ("device", "draft vocabulary", getattr(head, "vocabulary", None)),
         ("device", "exit head", head),
     ]
     seen: set[tuple[str, int]] = set()

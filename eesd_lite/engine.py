@@ -100,6 +100,7 @@ class Engine:
         host_mode: str = "auto",
         plan_file: str | Path | None = None,
         weights: str | None = None,
+        draft_vocab: int | None = None,
         reader: Reader | None = None,
         progress: Progress = no_progress,
     ) -> Engine:
@@ -112,6 +113,7 @@ class Engine:
         the CPU, or ("auto") does what a short measurement says. `plan_file` repeats a saved placement, or saves it.
         `weights` names the file (or index) to read where the folder holds several. `quantize` ("nf4" or "fp4") loads
         a 16-bit model into bitsandbytes' 4-bit form.
+        `draft_vocab` lets the head draft so many of the most frequent tokens only, which makes drafts cheaper.
         `throttle` slows reading to so many bytes per second (simulated links). Raises one of `errors.USER_ERRORS`.
         """
         opened = open_parts(
@@ -121,6 +123,7 @@ class Engine:
                 head=head, force_head=force_head, controller=controller, context=context, threads=threads, dtype=dtype,
                 quantize=quantize, throttle=throttle, draft_limit=draft_limit, drafter=drafter, template=template,
                 host_memory=host_memory, host_mode=host_mode, plan_file=plan_file, weights=weights,
+                draft_vocab=draft_vocab,
             ),
             reader,
             progress,
@@ -134,10 +137,8 @@ class Engine:
     def set_controller(self, spec: str) -> None:
         """Decide anew how much is drafted; forgets what was learned and (`off` keeps no head cache) the prefix."""
         self.controller_spec = spec
-        self._controller, self._keeps_learning = (
-            any_controller(spec, costs=self._costs, tree_costs=self._tree_costs),
-            False,
-        )
+        self._controller = any_controller(spec, costs=self._costs, tree_costs=self._tree_costs)
+        self._keeps_learning = False
         self.reset()
 
     @property

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from eesd_lite.cache import KVCache, Rows
 from eesd_lite.config import ModelConfig
+from eesd_lite.draft_vocabulary import DraftVocabulary
 from eesd_lite.head_file import HeadTensors
 from eesd_lite.layer_blob import BlobLayout, lay_out, page_buffer
 from eesd_lite.ops import Ops, Reach
@@ -64,13 +65,16 @@ class ExitHead:
         reach: Reach,
         kv: KVCache,
         device: torch.device | str = "cpu",
+        vocabulary: DraftVocabulary | None = None,
     ) -> None:
+        """`vocabulary`: the tokens that are drafted; None: all of them."""
         layout, buffer = _blob(head.tensors, kernels.dense.name, kernels.dense.dtype)
         if torch.device(device).type != "cpu":
             buffer = buffer.to(device)
         views = layout.views(buffer)
         self.exit_layer = head.exit_layer
         self.nbytes = layout.nbytes
+        self.vocabulary = vocabulary
         self._ops, self._reach, self.kv = ops, reach, kv
         self._eps = config.rms_norm_eps
         self._layer = DecoderLayer(config, ops, layout, buffer, kernels)

@@ -82,6 +82,13 @@ def _belonging_head(source: ModelSource, config: ModelConfig, exit_layer: int | 
     return ChosenHead(exit_layer, load_head(heads[exit_layer], config, _fingerprint(source, config), force=force))
 
 
+def ids_by_frequency(source: ModelSource, head: HeadTensors) -> tuple[int, ...]:
+    """Token ids, the most frequent first: the head's own list, else the recipe's; empty where neither has one."""
+    if head.draft_vocab is not None:
+        return tuple(head.draft_vocab.tolist())
+    return tuple(source.recipe.ids_by_frequency()) if source.recipe is not None else ()
+
+
 def _fingerprint(source: ModelSource, config: ModelConfig) -> str:
     return folder_fingerprint(source.folder, config, source.weights)
 

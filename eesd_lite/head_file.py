@@ -25,6 +25,7 @@ from eesd_lite.families import ATTENTION_PROJECTIONS, MLP_PROJECTIONS
 from eesd_lite.head_list import FORMAT
 from quant.checkpoint import Checkpoint
 
+DRAFT_VOCAB = "draft_vocab"  # the one tensor that a head may lack
 _SHAPE_KEYS = (
     "vocab_size",
     "hidden_size",
@@ -97,6 +98,7 @@ class HeadTensors:
     fingerprint: str
     summary: dict[str, object]
     metadata: dict[str, str]
+    draft_vocab: Tensor | None = None  # int32, token ids by their frequency in the training text, most frequent first
 
 
 def fingerprint_names(num_hidden_layers: int) -> list[str]:
@@ -142,8 +144,9 @@ def save_head(
     exit_layer: int,
     fingerprint: str,
     summary: Mapping[str, object],
+    draft_vocab: Tensor | None = None,
 ) -> None:
-    """Write a head atomically. `summary` is free-form JSON: tokens, minutes, agreement."""
+    """Write a head atomically. `summary` is free-form JSON: tokens, minutes, agreement; `draft_vocab` as loaded."""
     shape = HeadShape.from_config(config)
     _check_exit(str(path), exit_layer, config)
     _check_shapes(str(path), {name: tuple(t.shape) for name, t in tensors.items()}, shape)
@@ -162,6 +165,9 @@ def save_head(
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         ready = {name: tensors[name].detach().to("cpu", torch.bfloat16).contiguous() for name in shape.tensor_shapes()}
+        if draft_vocab is not None:
+            _check_draft_vocab(str(path), draft_vocab, config)
+            ready[DRAFT_VOCAB] = draft_vocab.contiguous()
         save_file(ready, str(temporary), metadata=metadata)
         temporary.chmod(0o644)  # safetensors writes for the owner only; a shipped head is read by everyone
         os.replace(temporary, path)
@@ -185,7 +191,8 @@ def load_head(path: Path, config: ModelConfig, fingerprint: str | None = None, f
             _check_exit(str(path), exit_layer, config)
             _check_vocabulary(path, json.loads(metadata["config"]), config)
             shape = HeadShape.from_config(config)
-            _check_shapes(str(path), {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}, shape)
+            names = set(file.keys()) - {DRAFT_VOCAB}
+            _check_shapes(str(path), {name: tuple(file.get_slice(name).get_shape()) for name in names}, shape)
             theirs = metadata["fingerprint"]
             if fingerprint is not None and theirs != fingerprint and not force:
                 raise HeadError(
@@ -193,12 +200,15 @@ def load_head(path: Path, config: ModelConfig, fingerprint: str | None = None, f
                     "train one for this model, or take it all the same with --force-head (it can only cost speed)"
                 )
             tensors = {name: file.get_tensor(name).to(torch.bfloat16) for name in shape.tensor_shapes()}
+            draft_vocab = file.get_tensor(DRAFT_VOCAB) if DRAFT_VOCAB in file.keys() else None
+            if draft_vocab is not None:
+                _check_draft_vocab(str(path), draft_vocab, config)
             summary = json.loads(metadata.get("summary", "{}"))
     except SafetensorError as error:
         raise HeadError(f"{path}: not a head file, or truncated ({error}); copy or train it again") from None
     except (KeyError, ValueError) as error:
         raise HeadError(f"{path}: damaged head metadata ({error}); copy or train it again") from None
-    return HeadTensors(exit_layer, shape, tensors, theirs, summary, dict(metadata))
+    return HeadTensors(exit_layer, shape, tensors, theirs, summary, dict(metadata), draft_vocab)
 
 
 def _check_format(path: Path, metadata: Mapping[str, str]) -> None:
@@ -236,6 +246,21 @@ def _check_shapes(where: str, found: Mapping[str, tuple[int, ...]], shape: HeadS
     extra = sorted(set(found) - set(wanted))
     if extra:
         raise HeadError(f"{where}: unknown tensor {extra[0]} ({len(extra)} in all); not a head of this format")
+
+
+def _check_draft_vocab(where: str, ids: Tensor, config: ModelConfig) -> None:
+    if ids.dtype != torch.int32 or ids.dim() != 1:
+        kind = str(ids.dtype).removeprefix("torch.")
+        raise HeadError(f"{where}: {DRAFT_VOCAB} is {kind} {list(ids.shape)}, not a list of int32; train it again")
+    wrong = ids[(ids < 0) | (ids >= config.vocab_size)]
+    if len(wrong):
+        raise HeadError(
+            f"{where}: {DRAFT_VOCAB} names token {int(wrong[0])}, this model has {config.vocab_size}; train it again"
+        )
+    known, counts = torch.unique(ids, return_counts=True)
+    if len(known) < len(ids):
+        twice = int(known[counts > 1][0])
+        raise HeadError(f"{where}: {DRAFT_VOCAB} names token {twice} more than once; train it again")
 
 
 def _plain(value: object) -> object:

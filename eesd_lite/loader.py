@@ -7,6 +7,7 @@ one layer. Called once by `Engine.from_pretrained`.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +19,7 @@ from eesd_lite.blob_reader import BlobReader
 from eesd_lite.cache import KVCache
 from eesd_lite.config import ModelConfig
 from eesd_lite.cpu_ops import FusedCpuOps
+from eesd_lite.draft_vocabulary import DraftVocabulary
 from eesd_lite.errors import EesdError, HeadError
 from eesd_lite.exit_head import ExitHead
 from eesd_lite.head_file import HeadTensors
@@ -60,6 +62,7 @@ class LoadOptions:
     host_memory: int | None = None
     host_mode: str = "auto"  # how layers in host memory are used: stream, compute, or what a short measurement says
     tiers: tuple[str, ...] | None = None  # of a saved plan
+    draft_vocab: int | None = None  # tokens that the head may draft; None: all
 
 
 def choose_kernels(
@@ -119,6 +122,7 @@ def plan_for(
         exit_layer=exit_layer,
         device_memory=options.device_memory,
         resident_layers=options.resident_layers,
+        draft_vocab=options.draft_vocab,
     )
     request = replace(
         request,
@@ -220,8 +224,10 @@ def _host_place(
     return Place(torch.device("cpu"), ops, kernels, store, on_device(reaches, "cpu"))
 
 
-def load_head(target: Target, head: HeadTensors, kernels: KernelSet) -> ExitHead:
-    """Bind a head to a loaded target; HeadError where the plan drafts at another layer."""
+def load_head(
+    target: Target, head: HeadTensors, kernels: KernelSet, draft_ids: Sequence[int] | None = None
+) -> ExitHead:
+    """Bind a head to a loaded target, drafting these tokens only; HeadError where the plan drafts at another layer."""
     if head.exit_layer != target.exit_layer:
         raise HeadError(f"the head is for exit layer {head.exit_layer}, the plan drafts at {target.exit_layer}")
     config = target.config
@@ -230,7 +236,10 @@ def load_head(target: Target, head: HeadTensors, kernels: KernelSet) -> ExitHead
         dtype=target.ops.dtype, device=target.device,
     )  # fmt: skip
     reach = target.reaches[head.exit_layer]  # the head's layer stands where layer N does
-    return ExitHead(config, head, ops=target.ops, kernels=kernels, reach=reach, kv=kv, device=target.device)
+    vocabulary = None if draft_ids is None else DraftVocabulary.of(target.lm_head, draft_ids)
+    return ExitHead(
+        config, head, ops=target.ops, kernels=kernels, reach=reach, kv=kv, device=target.device, vocabulary=vocabulary,
+    )  # fmt: skip
 
 
 def identity(checkpoint: Checkpoint, kernels: KernelSet, store: PackedStore, options: LoadOptions, ops: Ops) -> str:

@@ -14,10 +14,11 @@ import torch
 from eesd_lite.config import ModelConfig
 from eesd_lite.contradictions import contradictions
 from eesd_lite.controller import draft_limit_for
+from eesd_lite.draft_vocabulary import check_size, most_frequent
 from eesd_lite.drafters import check_drafter
 from eesd_lite.errors import EesdError
 from eesd_lite.exit_head import ExitHead
-from eesd_lite.head_choice import choose_head
+from eesd_lite.head_choice import choose_head, ids_by_frequency
 from eesd_lite.loader import (
     LoadOptions,
     choose_kernels,
@@ -65,6 +66,7 @@ class EngineOptions:
     host_mode: str
     plan_file: str | Path | None
     weights: str | None
+    draft_vocab: int | None
 
     def checked_draft_limit(self) -> int:
         """How many tokens a round may draft; EesdError for any option that no model could fulfil."""
@@ -77,6 +79,7 @@ class EngineOptions:
             raise EesdError(f"host_mode must be one of {', '.join(HOST_MODES)}, not '{self.host_mode}'")
         if self.threads is not None and self.threads < 1:
             raise EesdError(f"threads must be at least 1, not {self.threads}")
+        check_size(self.draft_vocab)
         return limit
 
     def for_loading(self, config: ModelConfig, draft_limit: int) -> LoadOptions:
@@ -86,6 +89,7 @@ class EngineOptions:
             resident_layers=self.resident_layers, context=default_context(config, self.context),
             draft_limit=draft_limit, threads=self.threads, throttle=self.throttle,
             host_memory=None if self.host_memory is None else parse_size(self.host_memory), host_mode=self.host_mode,
+            draft_vocab=self.draft_vocab,
         )  # fmt: skip
 
 
@@ -115,6 +119,8 @@ def open_parts(model: str | Path, asked: EngineOptions, reader: Reader | None, p
     notes = [*check_tensors(checkpoint, config), *contradictions(checkpoint, config)]
     ops, kernels = choose_kernels(options, checkpoint, progress)
     text = TextCodec.from_folder(source.folder, template=asked.template)
+    known = min(text.vocab_size, config.vocab_size) if text.vocab_size > 0 else config.vocab_size
+    check_size(asked.draft_vocab, known)
     store = open_store(checkpoint, config, kernels, progress)
     wish = "off" if asked.drafter == "ngram" else asked.head
     chosen = choose_head(source, config, wish, asked.exit_layer, force=asked.force_head, progress=progress)
@@ -129,7 +135,11 @@ def open_parts(model: str | Path, asked: EngineOptions, reader: Reader | None, p
     try:
         head = None
         if plan.exit_layer is not None and chosen.head is not None:
-            head = load_head(target, chosen.head, kernels)
+            draft_ids = None
+            if asked.draft_vocab is not None:
+                order = ids_by_frequency(source, chosen.head)
+                draft_ids = most_frequent(asked.draft_vocab, order=order, always=text.eos_token_ids, vocabulary=known)
+            head = load_head(target, chosen.head, kernels, draft_ids)
         return Opened(
             target=target, text=text, plan=plan, head=head, draft_limit=draft_limit, name=source.name,
             notices=(*notes, *chosen.notices, *plan.notes),

@@ -56,7 +56,12 @@ def _check(request: PlanRequest) -> None:
     layers = len(request.layer_bytes)
     sizes = [request.kv_bytes_per_token, request.draft_slack, request.embedding_bytes, request.lm_head_bytes]
     sizes += [request.norm_bytes, request.head_bytes, request.scratch_bytes, *request.layer_bytes]
-    sizes += [request.reserve_bytes, request.host_reserve_bytes, request.host_memory or 0]
+    sizes += [
+        request.draft_vocabulary_bytes,
+        request.reserve_bytes,
+        request.host_reserve_bytes,
+        request.host_memory or 0,
+    ]
     assert layers > 0 and request.context > 0 and request.ring_slots > 0 and min(sizes) >= 0, request
     assert request.host_mode in HOST_MODES and min(request.link_rate, request.host_rate) > 0, request
     if request.exit_layer is not None and not 0 < request.exit_layer <= layers:

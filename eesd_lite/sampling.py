@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -36,14 +36,16 @@ class Choice(NamedTuple):
 class Sampler:
     """Chooses tokens under one set of SamplingParams; holds nothing but a cache of noise."""
 
-    def __init__(self, params: SamplingParams, vocab_size: int, vocab_limit: int | None = None) -> None:
+    def __init__(
+        self, params: SamplingParams, vocab_size: int, vocab_limit: int | None = None, noise: Noise | None = None
+    ) -> None:
         """`vocab_limit`: rows from there on are padding that the tokenizer does not know; never chosen."""
         limit = vocab_size if vocab_limit is None else min(vocab_limit, vocab_size)
         assert limit > 0, (vocab_size, vocab_limit)
         self.params = params
         self.vocab_size = vocab_size
         self.vocab_limit = limit
-        self._noise = NoiseSource(params.seed, limit)
+        self.noise: Noise = NoiseSource(params.seed, limit) if noise is None else noise
 
     @property
     def needs_history(self) -> bool:
@@ -65,7 +67,7 @@ class Sampler:
             return Choice(best, float(1.0 / _mass(scores, 1.0)) if with_confidence else None)
         ids = self._kept(scores)
         log_weights = _log_weights(scores, ids, self.params.temperature)
-        winner = int((log_weights + self._noise.gumbel(position, ids)).argmax())
+        winner = int((log_weights + self.noise.gumbel(position, ids)).argmax())
         token_id = winner if ids is None else int(ids[winner])
         if not with_confidence:
             return Choice(token_id, None)
@@ -89,7 +91,7 @@ class Sampler:
             weights = np.exp(scores[ids].astype(np.float64) - float(scores[ids[0]])) / _mass(scores, 1.0)
             return [Choice(int(token), float(weight)) for token, weight in zip(ids, weights, strict=True)]
         kept = self._kept(scores)
-        noisy = _log_weights(scores, kept, self.params.temperature) + self._noise.gumbel(position, kept)
+        noisy = _log_weights(scores, kept, self.params.temperature) + self.noise.gumbel(position, kept)
         places = _largest(noisy, min(count, len(noisy)))
         weights = np.exp(noisy - noisy[places[0]])
         weights = weights[places] / weights.sum()
@@ -157,6 +159,63 @@ class Sampler:
             if kept < len(ids):
                 break
         return np.sort(ids[:kept])
+
+
+class SubsetSampler:
+    """Chooses among some ids, as if there were no others, each under the noise that it has among all of them.
+
+    Logits come for these ids only, in their order. Confidences are probabilities among these ids.
+    """
+
+    def __init__(self, sampler: Sampler, ids: Array) -> None:
+        """`ids` int64 [N], ascending."""
+        assert len(ids) and ids[-1] < sampler.vocab_limit, (len(ids), sampler.vocab_limit)
+        self._ids = ids
+        self._sampler = Sampler(sampler.params, len(ids), noise=_NoiseOf(sampler.noise, ids))
+
+    def choose(
+        self,
+        logits: torch.Tensor | Array,  # [N]
+        position: int,
+        history: Sequence[int],
+        *,
+        with_confidence: bool = False,
+    ) -> Choice:
+        """As `Sampler.choose`; token and history are ids of the whole vocabulary."""
+        return self._named(
+            self._sampler.choose(logits, position, self._places(history), with_confidence=with_confidence)
+        )
+
+    def ranked(self, logits: torch.Tensor | Array, position: int, history: Sequence[int], count: int) -> list[Choice]:
+        """As `Sampler.ranked`."""
+        return [self._named(choice) for choice in self._sampler.ranked(logits, position, self._places(history), count)]
+
+    def _named(self, choice: Choice) -> Choice:
+        return Choice(int(self._ids[choice.token_id]), choice.confidence)
+
+    def _places(self, history: Sequence[int]) -> Array | None:
+        """Where the ids before a position stand among ours; the others cannot be made less likely."""
+        if not self._sampler.needs_history:
+            return None
+        return np.flatnonzero(np.isin(self._ids, np.asarray(history, dtype=np.int64)))
+
+
+class Noise(Protocol):
+    """Noise by position and id."""
+
+    def gumbel(self, position: int, ids: Array | None) -> Array:
+        """Noise of the given ids, or of all, in float64."""
+        ...
+
+
+class _NoiseOf:
+    """The noise of some ids, by their places."""
+
+    def __init__(self, noise: Noise, ids: Array) -> None:
+        self._noise, self._ids = noise, ids
+
+    def gumbel(self, position: int, ids: Array | None) -> Array:
+        return self._noise.gumbel(position, self._ids if ids is None else self._ids[ids])
 
 
 class NoiseSource:

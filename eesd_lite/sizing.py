@@ -237,10 +237,11 @@ def plan_request(
     device_memory: int | None,
     resident_layers: int | None = None,
     head: bool = True,
+    draft_vocab: int | None = None,
 ) -> PlanRequest:
     """What there is to place for a target with these packed layers; tiers beyond device and disk can be added to it.
 
-    `head`: there is an exit head for `exit_layer`.
+    `head`: there is an exit head for `exit_layer`; `draft_vocab`: it drafts so many tokens only, from a copy of theirs.
     """
     table = config.vocab_size * config.hidden_size * itemsize
     widest = max(
@@ -259,6 +260,7 @@ def plan_request(
         lm_head_bytes=0 if tied else table,
         norm_bytes=config.hidden_size * itemsize,
         head_bytes=head_bytes(config, itemsize) if exit_layer is not None and head else 0,
+        draft_vocabulary_bytes=(draft_vocab or 0) * config.hidden_size * itemsize,
         scratch_bytes=chunk + min(draft_limit + 1, LOGITS_ROWS) * config.vocab_size * 4,
         scratch_bytes_per_token=config.hidden_size * 4,  # the states of a whole prompt
         ring_slots=RING_SLOTS,

@@ -7,7 +7,7 @@ its logits, the settings and the seed; a proposed token is kept if and only if i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -18,7 +18,7 @@ from eesd_lite.cache import Rows
 from eesd_lite.controller import Controller
 from eesd_lite.draft_tree import Draft, DraftTree
 from eesd_lite.exit_head import ExitHead
-from eesd_lite.sampling import Choice, Sampler
+from eesd_lite.sampling import Choice, Sampler, SubsetSampler
 from eesd_lite.target import LOGITS_ROWS, Target
 
 VERIFY_ROWS = 4  # rows of lm_head that cost what one costs: reading it once is most of the work
@@ -52,30 +52,46 @@ class TreeDrafter(Drafter, Protocol):
 
 
 class HeadDrafter:
-    """Drafts with the exit head, under the noise that the target will use at the same position."""
+    """Drafts with the exit head, under the noise that the target will use at the same position.
+
+    A head with a draft vocabulary drafts from that only, with probabilities among its tokens as confidences.
+    """
 
     def __init__(self, head: ExitHead, target: Target, sampler: Sampler) -> None:
-        self._head, self._target, self._sampler = head, target, sampler
+        self._head, self._ops, self._lm_head = head, target.ops, target.lm_head
+        self._sampler: Sampler | SubsetSampler = sampler
+        if head.vocabulary is not None:
+            self._lm_head, self._sampler = head.vocabulary.lm_head, SubsetSampler(sampler, head.vocabulary.ids)
 
     def propose(self, state: Tensor, rows: Rows, *, position: int, history: Sequence[int]) -> Choice | None:
         """See `Drafter`."""
-        logits = self._target.ops.logits(self._head.forward(state, rows), self._target.lm_head)[0]
-        if not bool(torch.isfinite(torch.stack(torch.aminmax(logits))).all()):
-            return None  # a broken head proposes nothing; only the target's numbers may stop a run
-        return self._sampler.choose(logits, position, history, with_confidence=True)
+        return self.choices(state, rows, position=[position], history=[history])[0]
+
+    def choices(
+        self, states: Tensor, rows: Rows, *, position: Sequence[int], history: Sequence[Sequence[int]]
+    ) -> list[Choice | None]:
+        """As `propose`, for several nodes in one pass of the head."""
+        return [
+            None if logits is None else self._sampler.choose(logits, place, before, with_confidence=True)
+            for logits, place, before in zip(self._logits(states, rows), position, history, strict=True)
+        ]
 
     def branches(
         self, states: Tensor, rows: Rows, *, position: Sequence[int], history: Sequence[Sequence[int]], count: int
     ) -> list[list[Choice]]:
         """See `TreeDrafter`: one pass of the head for all nodes."""
-        heads, found = self._head.forward(states, rows), []
-        for first in range(0, len(rows), LOGITS_ROWS):
-            logits = self._target.ops.logits(heads[first : first + LOGITS_ROWS].contiguous(), self._target.lm_head)
+        return [
+            [] if logits is None else self._sampler.ranked(logits, place, before, count)
+            for logits, place, before in zip(self._logits(states, rows), position, history, strict=True)
+        ]
+
+    def _logits(self, states: Tensor, rows: Rows) -> Iterator[Tensor | None]:
+        """By row; None for numbers that are not finite: a broken head proposes nothing, only the target's numbers may
+        stop a run."""
+        for part in self._head.forward(states, rows).split(LOGITS_ROWS):
+            logits = self._ops.logits(part.contiguous(), self._lm_head)
             sound = torch.isfinite(torch.stack(torch.aminmax(logits, dim=1))).all(0).tolist()
-            for row, good in enumerate(sound, start=first):
-                ranked = self._sampler.ranked
-                found.append(ranked(logits[row - first], position[row], history[row], count) if good else [])
-        return found
+            yield from (row if good else None for row, good in zip(logits, sound, strict=True))
 
     def keep(self, state: Tensor, rows: Rows) -> None:
         """See `Drafter`."""

@@ -32,6 +32,7 @@ class PlanRequest:
     exit_layer: int | None  # None: no drafting
     device_memory: int | None  # None: no limit
     resident_layers: int | None  # None: as many as fit
+    draft_vocabulary_bytes: int = 0  # rows of lm_head that are copied for drafting
     rope_bytes_per_token: int = 0  # rotary tables, one for all layers
     scratch_bytes_per_token: int = 0  # what a prompt of the whole context needs on top
     reserve_bytes: int = 0  # of the device memory, for others
@@ -220,6 +221,7 @@ def device_items(request: PlanRequest, exit_layer: int | None, tiers: tuple[str,
         ("norms", request.norm_bytes),
         ("rope tables", request.rope_bytes_per_token * tokens),
         ("exit head", request.head_bytes if drafting else 0),
+        ("draft vocabulary", request.draft_vocabulary_bytes if drafting else 0),
         ("exit head KV cache", request.kv_bytes_per_token * tokens if drafting else 0),
         ("KV cache", request.kv_bytes_per_token * tokens * (len(tiers) - tiers.count(HOST_COMPUTE))),
         ("scratch", _scratch(request)),

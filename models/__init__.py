@@ -4,12 +4,13 @@ Weights never live here, except small exit heads shipped as package data. Fetchi
 describes is the business of `eesd_lite.prepare`.
 """
 
-from models.recipe import Calibration, HeadFile, Quantization, Recipe, RecipeError, WheelOrigin, data_file
+from models.recipe import Calibration, FrequentIds, HeadFile, Quantization, Recipe, RecipeError, WheelOrigin, data_file
 from models.registry import RECIPES, find_recipe
 
 __all__ = [
     "RECIPES",
     "Calibration",
+    "FrequentIds",
     "HeadFile",
     "Quantization",
     "Recipe",

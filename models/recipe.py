@@ -7,6 +7,8 @@ Heads and calibration are listed by recipe, so that a missing file is a broken i
 from __future__ import annotations
 
 import re
+import struct
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +51,14 @@ class Calibration:
 
 
 @dataclass(frozen=True)
+class FrequentIds:
+    """Token ids as little-endian uint16, the most frequent in the model's own text first."""
+
+    path: str
+    count: int
+
+
+@dataclass(frozen=True)
 class HeadFile:
     exit_layer: int
     path: str
@@ -67,6 +77,7 @@ class Recipe:
     default_exit_layer: int
     work_bytes: int  # largest disk use while it is prepared
     prepared_bytes: int  # about what stays
+    frequent: FrequentIds | None = None
     revision: int = 1  # raised when the same recipe must be prepared anew
 
     def __post_init__(self) -> None:
@@ -89,15 +100,25 @@ class Recipe:
 
     def calibration_rows(self) -> list[list[int]]:
         """The shipped calibration token ids."""
-        path = data_file(self.calibration.path)
-        raw = path.read_bytes()
         rows, width = self.calibration.rows, self.calibration.row_tokens
-        if len(raw) != 2 * rows * width:
-            raise RecipeError(f"{path} has {len(raw)} bytes, expected {2 * rows * width}; install the package again")
-        ids = memoryview(raw)
-        return [
-            [ids[2 * i] | ids[2 * i + 1] << 8 for i in range(row * width, (row + 1) * width)] for row in range(rows)
-        ]
+        ids = _words(self.calibration.path, rows * width)
+        return [ids[row * width : (row + 1) * width] for row in range(rows)]
+
+    def ids_by_frequency(self) -> list[int]:
+        """The most frequent ids first: as shipped, else counted in the calibration ids."""
+        if self.frequent is not None:
+            return _words(self.frequent.path, self.frequent.count)
+        counts = Counter(token for row in self.calibration_rows() for token in row)
+        return sorted(counts, key=lambda token: (-counts[token], token))
+
+
+def _words(relative: str, count: int) -> list[int]:
+    """Little-endian uint16 numbers of a shipped file."""
+    path = data_file(relative)
+    raw = path.read_bytes()
+    if len(raw) != 2 * count:
+        raise RecipeError(f"{path} has {len(raw)} bytes, expected {2 * count}; install the package again")
+    return [word for (word,) in struct.iter_unpack("<H", raw)]
 
 
 def data_file(relative: str) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from models.recipe import Calibration, HeadFile, Quantization, Recipe, RecipeError, WheelOrigin
+from models.recipe import Calibration, FrequentIds, HeadFile, Quantization, Recipe, RecipeError, WheelOrigin
 
 _SMOLLM2 = Recipe(
     name="smollm2-135m",
@@ -22,6 +22,7 @@ _SMOLLM2 = Recipe(
     calibration=Calibration(path="data/smollm2-135m/calibration.bin", rows=64, row_tokens=384),
     heads=tuple(HeadFile(n, f"data/smollm2-135m/heads/exit-{n:02}.safetensors") for n in (6, 10, 15, 20)),
     default_exit_layer=20,
+    frequent=FrequentIds(path="data/smollm2-135m/frequent.bin", count=4252),
     work_bytes=450_000_000,
     prepared_bytes=130_000_000,
 )

@@ -103,7 +103,7 @@ def open_field(
     }
     without_head = {**common, "head": "off", "controller": PLAIN}
     with_head = {**common, "exit_layer": settings.exit_layer, "head": settings.head, "controller": PLAIN}
-    with_head["drafter"] = settings.drafter
+    with_head |= {"drafter": settings.drafter, "draft_vocab": settings.draft_vocab}
 
     def opened(options: Options) -> BenchEngine:
         engine = open_engine(settings.model, options, progress)

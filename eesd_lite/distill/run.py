@@ -28,6 +28,7 @@ from eesd_lite.distill.ridge import TargetParts, instant_head
 from eesd_lite.distill.settings import TrainSettings
 from eesd_lite.distill.state_cache import StateCache, cache_bytes
 from eesd_lite.distill.train import HeadTrainer, TrainResult
+from eesd_lite.draft_vocabulary import frequency_order
 from eesd_lite.errors import PrepareError
 from eesd_lite.head_file import HeadShape, save_head, states_fingerprint
 from eesd_lite.progress import Progress, no_progress
@@ -235,6 +236,7 @@ def _one_head(
             exit_layer=exit_layer,
             fingerprint=cache.meta.fingerprint.removesuffix(f"-{request.quantize}"),
             summary=summary,
+            draft_vocab=torch.from_numpy(frequency_order(cache.tokens)),
         )
     return report
 

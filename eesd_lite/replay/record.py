@@ -24,7 +24,7 @@ from eesd_lite.progress import Progress, no_progress
 from eesd_lite.replay.trace import Answer, Position, Trace
 from eesd_lite.sampling import Choice, Sampler
 from eesd_lite.speculative import Drafter, HeadDrafter, keep_prefix
-from eesd_lite.target import LOGITS_ROWS
+from eesd_lite.target import Target
 
 _REPEATS = 25  # of a timed step; the smallest tells what the step takes when nobody else wants the machine
 
@@ -102,20 +102,19 @@ def _positions(
         slot = len(text) + (index % together) * engine.draft_limit
         lanes.append(_Lane(len(prompt) + index, slot, limit))
     for first in range(0, len(lanes), together):
-        _grow(lanes[first : first + together], states, drafter, sampler, engine, text, stop_ids)
+        _grow(lanes[first : first + together], states, drafter, target, text, stop_ids)
     return tuple(_position(index, lane, answer[index + 1 :]) for index, lane in enumerate(lanes))
 
 
 def _grow(
-    lanes: Sequence[_Lane], states: Tensor, drafter: Drafter, sampler: Sampler, engine: Engine,
-    text: Sequence[int], stop_ids: frozenset[int],
+    lanes: Sequence[_Lane], states: Tensor, drafter: Drafter, target: Target, text: Sequence[int],
+    stop_ids: frozenset[int],
 ) -> None:  # fmt: skip
     """Draft in all lanes, one token of each per step."""
-    target = engine.target
     active = [lane for lane in lanes if lane.limit > 0]
     state = torch.stack([states[lane.place] for lane in active]) if active else states[:0]
     while active:
-        choices = _propose(drafter, sampler, engine, state, _rows(active), active, text)
+        choices = _propose(drafter, state, _rows(active), active, text)
         for lane, choice in zip(active, choices, strict=True):
             if choice is not None:
                 lane.tokens.append(choice.token_id)
@@ -137,21 +136,12 @@ def _rows(lanes: Sequence[_Lane]) -> Rows:
 
 
 def _propose(
-    drafter: Drafter, sampler: Sampler, engine: Engine, state: Tensor, rows: Rows, lanes: Sequence[_Lane],
-    text: Sequence[int],
-) -> list[Choice | None]:  # fmt: skip
+    drafter: Drafter, state: Tensor, rows: Rows, lanes: Sequence[_Lane], text: Sequence[int]
+) -> list[Choice | None]:
     """What `drafter` proposes after each row; the engine's own head passes all rows together."""
     histories = [[*text[: lane.place + 1], *lane.tokens] for lane in lanes]
-    if isinstance(drafter, HeadDrafter) and engine.head is not None:
-        logits = [
-            row
-            for part in engine.head.forward(state, rows).split(LOGITS_ROWS)
-            for row in engine.target.ops.logits(part.contiguous(), engine.target.lm_head)
-        ]
-        return [
-            sampler.choose(row, len(history), history, with_confidence=True)
-            for row, history in zip(logits, histories, strict=True)
-        ]
+    if isinstance(drafter, HeadDrafter):
+        return drafter.choices(state, rows, position=[len(history) for history in histories], history=histories)
     return [
         drafter.propose(state[n : n + 1], rows.slice(n, n + 1), position=len(history), history=history)
         for n, history in enumerate(histories)

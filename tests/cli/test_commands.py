@@ -122,7 +122,7 @@ def test_quantizing_twice_is_refused_before_any_calibration(model: Path, tmp_pat
 
 
 @pytest.mark.parametrize("forced", [True, False])
-def test_force_head_and_quantize_reach_the_engine(monkeypatch: pytest.MonkeyPatch, forced: bool) -> None:
+def test_options_of_drafting_reach_the_engine(monkeypatch: pytest.MonkeyPatch, forced: bool) -> None:
     seen: dict[str, object] = {}
 
     def from_pretrained(model: str, **options: object) -> object:
@@ -130,9 +130,24 @@ def test_force_head_and_quantize_reach_the_engine(monkeypatch: pytest.MonkeyPatc
         raise EesdError("enough")
 
     monkeypatch.setattr("eesd_lite.engine.Engine.from_pretrained", from_pretrained)
-    arguments = ["model", "-p", "x", "--head", "file", "--quantize", "nf4", *(["--force-head"] if forced else [])]
+    arguments = [
+        "model",
+        "-p",
+        "x",
+        "--head",
+        "file",
+        "--quantize",
+        "nf4",
+        "--draft-vocab",
+        "99",
+        *(["--force-head"] if forced else []),
+    ]
     assert CliRunner().invoke(make_command(), arguments, prog_name="eesd-chat").exit_code == 1
-    assert seen["force_head"] is forced and (seen["head"], seen["quantize"]) == ("file", "nf4")
+    assert (
+        seen["force_head"] is forced
+        and seen["draft_vocab"] == 99
+        and (seen["head"], seen["quantize"]) == ("file", "nf4")
+    )
 
 
 def test_train_estimates_and_then_makes_a_head_that_the_chat_takes(model: Path, tmp_path: Path) -> None:

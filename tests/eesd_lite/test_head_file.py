@@ -184,3 +184,37 @@ def test_a_folder_has_the_same_fingerprint_whatever_its_linear_weights_and_files
     (halves / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model-00002-of-00002.safetensors is missing"):
         folder_fingerprint(halves, CONFIG)
+
+
+def save_with_list(path: Path, ids: torch.Tensor) -> Path:
+    save_head(path, tensors(), config=CONFIG, exit_layer=2, fingerprint=PRINT, summary={}, draft_vocab=ids)
+    return path
+
+
+def test_a_list_of_frequent_tokens_is_stored_with_a_head_and_is_no_part_of_it(tmp_path: Path) -> None:
+    ids = torch.tensor([49, 0, 7, 30], dtype=torch.int32)
+    head = load_head(save_with_list(tmp_path / "a", ids), CONFIG)
+    assert head.draft_vocab is not None and torch.equal(head.draft_vocab, ids)
+    assert set(head.tensors) == set(tensors())
+    assert load_head(save(tmp_path / "b"), CONFIG).draft_vocab is None
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (torch.tensor([1, 50], dtype=torch.int32), "names token 50, this model has 50"),
+        (torch.tensor([-1, 2], dtype=torch.int32), "names token -1, this model has 50"),
+        (torch.tensor([3, 9, 3], dtype=torch.int32), "names token 3 more than once"),
+        (torch.tensor([3, 9]), r"int64 \[2\], not a list of int32"),
+        (torch.tensor([[3, 9]], dtype=torch.int32), r"int32 \[1, 2\], not a list of int32"),
+    ],
+)
+def test_a_bad_list_of_frequent_tokens_is_refused(tmp_path: Path, ids: torch.Tensor, message: str) -> None:
+    with pytest.raises(HeadError, match=message):
+        save_with_list(tmp_path / "written", ids)
+    path = save(tmp_path / "head")  # as another program could have written it
+    with safe_open(path, framework="pt") as file:
+        save_file(tensors() | {"draft_vocab": ids}, str(path), metadata=file.metadata())
+    with pytest.raises(HeadError, match=message) as caught:
+        load_head(path, CONFIG)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)

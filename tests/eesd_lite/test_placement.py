@@ -51,6 +51,17 @@ def test_without_a_limit_everything_is_resident_and_nothing_is_streamed() -> Non
     )
 
 
+def test_a_draft_vocabulary_takes_its_bytes_where_there_is_drafting() -> None:
+    request = replace(SMALL, draft_vocabulary_bytes=9)
+    plan = make_plan(request)
+    assert ("draft vocabulary", 9) in plan.items and plan.total_bytes == 854 + 9
+    plain = make_plan(replace(request, exit_layer=None))
+    assert "draft vocabulary" not in dict(plain.items)
+    # 254 and a ring of two layers beside two resident ones: a byte less, and drafting is given up.
+    assert make_plan(replace(request, device_memory=254 + 9 + 400)).exit_layer == 2
+    assert make_plan(replace(request, device_memory=254 + 9 + 399)).exit_layer is None
+
+
 def test_layers_that_do_not_fit_are_on_disk_behind_a_ring_of_two() -> None:
     assert make_plan(replace(SMALL, device_memory=760)) == Plan(
         tiers=("device", "device", "device", "disk", "disk", "disk"),

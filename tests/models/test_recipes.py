@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import models
-from models import RECIPES, Calibration, RecipeError, find_recipe
+from models import RECIPES, Calibration, FrequentIds, RecipeError, find_recipe
 
 
 def test_every_recipe_is_registered_under_its_own_name() -> None:
@@ -76,3 +76,21 @@ def test_a_checksum_that_is_none_is_refused() -> None:
     chosen = find_recipe("smollm2-135m")
     with pytest.raises(RecipeError, match="64 hexadecimal digits"):
         replace(chosen, origin=replace(chosen.origin, sha256="abc"))
+
+
+@pytest.mark.parametrize("name", sorted(name for name, entry in RECIPES.items() if entry.frequent is not None))
+def test_shipped_ids_by_frequency_are_different_ones(name: str) -> None:
+    ids = find_recipe(name).ids_by_frequency()
+    assert len(ids) == len(set(ids)) > 1000
+
+
+def test_ids_by_frequency_are_those_of_the_file_or_counted_in_the_calibration_ids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ids.bin").write_bytes(bytes([7, 0, 255, 191, 7, 0, 2, 0]))
+    monkeypatch.setattr("models.recipe.data_file", lambda path: tmp_path / path)
+    chosen = replace(find_recipe("smollm2-135m"), calibration=Calibration(path="ids.bin", rows=2, row_tokens=2))
+    assert replace(chosen, frequent=None).ids_by_frequency() == [7, 2, 49151]
+    assert replace(chosen, frequent=FrequentIds("ids.bin", 4)).ids_by_frequency() == [7, 49151, 7, 2]
+    with pytest.raises(RecipeError, match="ids.bin has 8 bytes, expected 10"):
+        replace(chosen, frequent=FrequentIds("ids.bin", 5)).ids_by_frequency()

@@ -1,4 +1,5 @@
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,6 +83,9 @@ def test_training_writes_one_loadable_head_per_exit_layer_and_a_report(
         assert report.tau >= 1.0
         assert head.summary["trained"] is True and head.summary["tokens"] == report.tokens > 0
         assert head.summary["text_tokens"] == StateCache(states).meta.tokens
+        counts = Counter(StateCache(states).tokens.tolist())
+        assert head.draft_vocab is not None and sorted(head.draft_vocab.tolist()) == sorted(counts)
+        assert counts[int(head.draft_vocab[0])] == max(counts.values())
     assert [entry["exit_layer"] for entry in json.loads((out / "report.json").read_text())] == [1, 3]
     assert any("exit 3: training" in stage for stage in stages)
 
