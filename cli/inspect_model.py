@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 def inspect(model: str, weights_file: str | None, as_json: bool) -> None:
     """Describe MODEL: a prepared recipe's name, a folder, or a Hub id in the cache.
 
-    Reads headers only, a moment for any size. A folder that would not load is described too, with the reasons.
+    Reads headers only, a moment for any size. A folder that would not load is described too, with the reasons,
+    and the exit status is 0 all the same: `loads` in --json tells.
     """
     from eesd_lite.inspection import inspect_model
 

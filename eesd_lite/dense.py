@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eesd_lite.config import ModelConfig
+from eesd_lite.layer_shapes import layer_prefix
 from eesd_lite.ops import Reach
 from quant.checkpoint import Checkpoint
 
@@ -76,11 +77,6 @@ PROJECTIONS = tuple((block, name) for block, names in PROJECTION_GROUPS for name
 
 def _bias_field(projection: str) -> str:
     return f"{projection.removesuffix('_proj')}_bias"
-
-
-def layer_prefix(index: int) -> str:
-    """`model.layers.7`"""
-    return f"model.layers.{index}"
 
 
 def read_dense_layer(checkpoint: Checkpoint, index: int) -> DenseLayer:

@@ -13,8 +13,9 @@ import torch
 
 from eesd_lite.config import ModelConfig
 from eesd_lite.errors import HeadError
-from eesd_lite.head_file import HeadShape, HeadTensors, folder_fingerprint, load_head
+from eesd_lite.head_file import HeadTensors, folder_fingerprint, load_head
 from eesd_lite.head_list import available_heads
+from eesd_lite.layer_shapes import HeadShape
 from eesd_lite.prepare import ModelSource
 from eesd_lite.progress import Progress
 

@@ -15,8 +15,9 @@ from eesd_lite.config import ModelConfig
 from eesd_lite.errors import ModelError
 from eesd_lite.head_list import available_heads
 from eesd_lite.packed_beside import packed_beside
+from eesd_lite.preflight import header_problems, unused_tensors
 from eesd_lite.prepare import ModelSource, find_local
-from eesd_lite.sizing import DTYPE_BYTES, folder_layers, kernel_for, kv_bytes_per_token, module_shapes
+from eesd_lite.sizing import DTYPE_BYTES, folder_layers, kernel_for, kv_bytes_per_token
 from eesd_lite.text_facts import TextFacts, read_text_facts
 from quant.errors import CheckpointError
 from quant.model_folder import ModelFolder
@@ -25,8 +26,6 @@ from quant.small_reads import order_of, zero_version_of
 from quant.survey import FolderSurvey, Module, survey_folder
 
 _LAYERS = "model.layers."
-_NORMS = ("input_layernorm", "post_attention_layernorm")
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,10 +111,6 @@ def inspect_model(model: str | Path, weights_file: str | None = None) -> Inspect
     )
 
 
-def _kv_bytes(config: ModelConfig | None) -> int | None:
-    return None if config is None else config.num_hidden_layers * kv_bytes_per_token(config, DTYPE_BYTES["bfloat16"])
-
-
 def _raw_config(folder: Path) -> dict[str, Any]:
     try:
         return read_json(folder / "config.json")
@@ -154,16 +149,15 @@ def _inspect_weights(
         refusals.append(str(error))
         return None
     found = survey_folder(opened)
-    refusals += found.problems
+    refusals += header_problems(opened, config) if config is not None else found.problems
     notes += found.notes
+    notes += unused_tensors(opened, config) if config is not None else []
     beside = packed_beside(source.folder)
     if beside is not None:
         notes.append(f"brings packed layers along, for {beside.made_for}")
     inside = [module for module in found.modules if module.name.startswith(_LAYERS)]
     outside = [module for module in found.modules if not module.name.startswith(_LAYERS)]
     packed_only = beside is not None and not inside
-    if config is not None and not packed_only and not found.problems:
-        refusals += _faults(found, config)
     gptq = [module for module in found.quantized if module.kind == "gptq"]
     first = min(gptq, key=_by_layer_and_size, default=None)
     return Weights(
@@ -208,30 +202,6 @@ def _stored_layers(inside: list[Module]) -> tuple[int, ...]:
         if number.isdecimal() and len(number) < 6:
             sizes[int(number)] += module.nbytes
     return tuple(sizes[index] for index in sorted(sizes))
-
-
-def _faults(found: FolderSurvey, config: ModelConfig) -> list[str]:
-    """Matrices that are absent, in one line per layer, or of another shape than config.json says, each by name.
-
-    The pre-flight check of loading sees more: types, biases, norms over heads.
-    """
-    shapes = {module.name: module.shape for module in found.modules}
-    lines = []
-    for index in range(config.num_hidden_layers):
-        prefix = f"{_LAYERS}{index}."
-        expected: dict[str, tuple[int, ...]] = dict.fromkeys(_NORMS, (config.hidden_size,))
-        for name, shape in module_shapes(config).items():
-            expected[f"{'self_attn' if name in _ATTENTION else 'mlp'}.{name}"] = shape
-        missing = [name for name in expected if prefix + name not in shapes]
-        if missing:
-            lines.append(f"missing in layer {index}: {'everything' if len(missing) == 9 else ', '.join(missing)}")
-        lines += [
-            f"'{prefix}{name}' is {shapes[prefix + name]}, config.json says {shape}"
-            for name, shape in expected.items()
-            if shapes.get(prefix + name, shape) != shape
-        ]
-    outside = ["model.embed_tokens", "model.norm", *([] if config.tie_word_embeddings else ["lm_head"])]
-    return [*lines, *(f"missing: {name}" for name in outside if name not in shapes)]
 
 
 def _act_order(opened: ModelFolder, first: Module | None, notes: list[str]) -> str:

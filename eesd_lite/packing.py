@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eesd_lite.dense import layer_prefix
+from eesd_lite.layer_shapes import layer_prefix
 from quant.blocks import BlockMatrix, stack_blocks
 from quant.checkpoint import Checkpoint
 from quant.errors import CheckpointError

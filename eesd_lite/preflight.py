@@ -2,23 +2,27 @@
 
 Headers only (and one small tensor of zero points), so that a bad download is named in a second and not after minutes.
 Everything that is wrong is collected and reported at once. What a layer consists of comes from `layer_shapes` alone.
-Called by `Engine.from_pretrained` before anything is packed or allocated.
+Called by `Engine.from_pretrained` before anything is packed or allocated, and by `eesd inspect`, which lists the same
+problems: no torch here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from eesd_lite.config import ModelConfig
-from eesd_lite.dense import layer_prefix
 from eesd_lite.errors import ModelError
-from eesd_lite.head_file import HeadShape
+from eesd_lite.layer_shapes import HeadShape, layer_prefix
 from eesd_lite.packed_beside import packed_beside
 from quant.block_module import block_state, owner
-from quant.checkpoint import Checkpoint
 from quant.errors import CheckpointError, in_one_line, shown
 from quant.gptq_module import PARTS
+from quant.model_folder import ModelFolder
 from quant.survey import survey_folder
+
+if TYPE_CHECKING:
+    from quant.checkpoint import Checkpoint
 
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head"
 FLOATS = ("F16", "BF16", "F32", "F64")
@@ -27,29 +31,28 @@ _IGNORED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cach
 
 def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The tensors of one decoder layer, by Hugging Face's names inside it (`mlp.up_proj.weight`), and their shapes."""
-    shapes = HeadShape.from_config(config).tensor_shapes()  # a head's layer has the shape of the target's
-    return {name.removeprefix("layer."): shape for name, shape in shapes.items() if name.startswith("layer.")}
+    return HeadShape.from_config(config).layer_shapes()  # a head's layer has the shape of the target's
+
+
+def header_problems(opened: ModelFolder, config: ModelConfig) -> list[str]:
+    """Everything that is missing or misshapen, one line each; empty where the folder may be loaded.
+
+    The folder may have been opened `tolerant`: damaged files are reported here, together with the rest.
+    """
+    problems = [line.removeprefix(f"{opened.folder}/") for line in opened.index.problems]
+    if problems and not opened.tensors:
+        return problems
+    problems += _absent_layers(opened, _layer_count(opened, config), layer_shapes(config))
+    expected = _expected(opened, config)
+    problems += [line for name, shape in expected.items() for line in _faults(opened, name, shape)]
+    problems += _foreign_norms(opened, config, expected)
+    return problems
 
 
 def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> tuple[str, ...]:
-    """Notes on what was decided or ignored; ModelError, in one line, that names everything missing or misshapen.
-
-    `checkpoint` may have been opened `tolerant`: damaged files are reported here, together with the rest.
-    """
-    problems = [line.removeprefix(f"{checkpoint.folder}/") for line in checkpoint.index.problems]
-    if problems and not checkpoint.tensors:
-        raise ModelError(in_one_line(checkpoint.folder, problems))
-    expected = dict(_outside_layers(checkpoint, config))
-    shapes = layer_shapes(config)
-    present = _layers_with_tensors(checkpoint)
-    # A folder may bring its layers along packed, and in no other form (`eesd synth --packed`).
-    layers = config.num_hidden_layers if present or packed_beside(checkpoint.folder) is None else 0
-    problems += _absent_layers(checkpoint, layers, shapes)
-    for index in range(layers):
-        if index in present:
-            expected |= {f"{layer_prefix(index)}.{name}": shape for name, shape in shapes.items()}
-    problems += [line for name, shape in expected.items() for line in _faults(checkpoint, name, shape)]
-    problems += _foreign_norms(checkpoint, config, expected)
+    """Notes on what was decided or ignored; ModelError, in one line, that names all `header_problems`, or what is wrong
+    with the zero points of the first matrix (the one tensor that is read)."""
+    problems = header_problems(checkpoint, config)
     if not problems:
         try:
             _, version_note = checkpoint.zero_version()
@@ -62,11 +65,11 @@ def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> tuple[str, ...
         *notes,
         *([version_note] if version_note else []),
         *_sixteen_bit(checkpoint),
-        *_unknown(checkpoint, expected),
+        *unused_tensors(checkpoint, config),
     )
 
 
-def has_own_lm_head(checkpoint: Checkpoint, config: ModelConfig) -> bool:
+def has_own_lm_head(checkpoint: ModelFolder, config: ModelConfig) -> bool:
     """Whether the output matrix is stored apart from the embedding.
 
     A quantized one always is. Where config.json ties it, a stored copy in 16 bit is only that: a copy.
@@ -79,7 +82,7 @@ def has_own_lm_head(checkpoint: Checkpoint, config: ModelConfig) -> bool:
     return stored and not config.tie_word_embeddings
 
 
-def _outside_layers(checkpoint: Checkpoint, config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _outside_layers(checkpoint: ModelFolder, config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     table = (config.vocab_size, config.hidden_size)
     yield EMBEDDING, table
     yield FINAL_NORM, (config.hidden_size,)
@@ -87,14 +90,30 @@ def _outside_layers(checkpoint: Checkpoint, config: ModelConfig) -> Iterator[tup
         yield f"{LM_HEAD}.weight", table
 
 
-def _layers_with_tensors(checkpoint: Checkpoint) -> set[int]:
+def _expected(opened: ModelFolder, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all that is needed, save layers of which nothing is there: they are one line together."""
+    expected = dict(_outside_layers(opened, config))
+    present, shapes = _layers_with_tensors(opened), layer_shapes(config)
+    for index in range(_layer_count(opened, config)):
+        if index in present:
+            expected |= {f"{layer_prefix(index)}.{name}": shape for name, shape in shapes.items()}
+    return expected
+
+
+def _layer_count(opened: ModelFolder, config: ModelConfig) -> int:
+    """A folder may bring its layers along packed, and in no other form (`eesd synth --packed`): then it needs none."""
+    needed = bool(_layers_with_tensors(opened)) or packed_beside(opened.folder) is None
+    return config.num_hidden_layers if needed else 0
+
+
+def _layers_with_tensors(checkpoint: ModelFolder) -> set[int]:
     """Indexes of decoder layers of which at least one tensor is known, readable or not."""
     names = (*checkpoint.tensors, *checkpoint.index.lost, *checkpoint.index.unlisted)
     parts = (name.split(".", 3) for name in names if name.startswith("model.layers."))
     return {int(part[2]) for part in parts if len(part) == 4 and part[2].isdecimal() and len(part[2]) < 6}
 
 
-def _absent_layers(checkpoint: Checkpoint, layers: int, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+def _absent_layers(checkpoint: ModelFolder, layers: int, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Layers without any tensor, in one line; whole layers that config.json does not count, in another."""
     present = _layers_with_tensors(checkpoint)
     missing = [index for index in range(layers) if index not in present]
@@ -112,11 +131,11 @@ def _absent_layers(checkpoint: Checkpoint, layers: int, shapes: Mapping[str, tup
     return lines
 
 
-def _stored(checkpoint: Checkpoint, name: str) -> bool:
+def _stored(checkpoint: ModelFolder, name: str) -> bool:
     return name in checkpoint or checkpoint.is_quantized(name.removesuffix(".weight"))
 
 
-def _faults(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Iterator[str]:
+def _faults(checkpoint: ModelFolder, name: str, shape: tuple[int, ...]) -> Iterator[str]:
     """What is wrong with the tensor `name`, or with the quantized matrix in its place, and with its bias."""
     module = name.removesuffix(".weight")
     parts = [f"{module}.{part}" for part in PARTS]
@@ -133,7 +152,7 @@ def _faults(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Iterat
         yield from _plain_faults(checkpoint, bias, shape[:1])
 
 
-def _quantized_faults(checkpoint: Checkpoint, module: str, shape: tuple[int, ...]) -> Iterator[str]:
+def _quantized_faults(checkpoint: ModelFolder, module: str, shape: tuple[int, ...]) -> Iterator[str]:
     try:
         found = checkpoint.module(module)
     except CheckpointError as error:
@@ -148,7 +167,7 @@ def _quantized_faults(checkpoint: Checkpoint, module: str, shape: tuple[int, ...
         )
 
 
-def _block_faults(checkpoint: Checkpoint, module: str, shape: tuple[int, ...]) -> Iterator[str]:
+def _block_faults(checkpoint: ModelFolder, module: str, shape: tuple[int, ...]) -> Iterator[str]:
     """The same for a matrix in bitsandbytes' 4-bit form, whose shape is in its own description."""
     try:
         found = block_state(checkpoint.tensors, module)
@@ -166,7 +185,7 @@ def _block_faults(checkpoint: Checkpoint, module: str, shape: tuple[int, ...]) -
             yield f"tensor '{module}.weight.{part}' is missing"
 
 
-def _plain_faults(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Iterator[str]:
+def _plain_faults(checkpoint: ModelFolder, name: str, shape: tuple[int, ...]) -> Iterator[str]:
     if name not in checkpoint:
         where = checkpoint.index.unlisted.get(name)
         hint = f" from the index, though {where.name} has it; the index is stale" if where is not None else ""
@@ -181,7 +200,7 @@ def _plain_faults(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> 
 
 
 def _foreign_norms(
-    checkpoint: Checkpoint, config: ModelConfig, expected: Mapping[str, tuple[int, ...]]
+    checkpoint: ModelFolder, config: ModelConfig, expected: Mapping[str, tuple[int, ...]]
 ) -> Iterator[str]:
     """Norms of a layer that the family does not have: leaving them out would be another model, however it loads."""
     for name in checkpoint.tensors:
@@ -199,8 +218,9 @@ def _sixteen_bit(checkpoint: Checkpoint) -> tuple[str, ...]:
     return ("16-bit weights, run as they are; --quantize nf4 takes less than a third of the memory",)
 
 
-def _unknown(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]]) -> list[str]:
+def unused_tensors(checkpoint: ModelFolder, config: ModelConfig) -> list[str]:
     """One line about tensors that nothing will use."""
+    expected = _expected(checkpoint, config)
     known = {name.removesuffix(".weight") for name in expected}
     suffixes = (".weight", ".bias", *(f".{part}" for part in PARTS))
     strange = [

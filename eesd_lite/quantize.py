@@ -21,7 +21,6 @@ from eesd_lite.dense import (
     DenseLayer,
     attend,
     layer_forward,
-    layer_prefix,
     mlp_inner,
     mlp_input,
     read_dense_layer,
@@ -29,6 +28,7 @@ from eesd_lite.dense import (
 )
 from eesd_lite.errors import EesdError
 from eesd_lite.home import atomic_dir
+from eesd_lite.layer_shapes import layer_prefix
 from eesd_lite.ops import Reach
 from eesd_lite.progress import Progress, no_progress
 from eesd_lite.rope import layer_reaches

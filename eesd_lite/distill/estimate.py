@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from eesd_lite.config import ModelConfig
 from eesd_lite.distill.settings import TrainSettings
 from eesd_lite.distill.state_cache import cache_bytes
-from eesd_lite.head_file import HeadShape
+from eesd_lite.layer_shapes import HeadShape
 
 _SEQUENCE = 384  # tokens of one self-written conversation
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eesd_lite.dense import band, rotate
-from eesd_lite.head_file import HeadShape
+from eesd_lite.layer_shapes import HeadShape
 from eesd_lite.ops import Reach
 
 

@@ -17,7 +17,7 @@ from eesd_lite.distill.head_module import ExitHead, Packing
 from eesd_lite.distill.report import Quality, measure
 from eesd_lite.distill.state_cache import StateCache
 from eesd_lite.errors import PrepareError
-from eesd_lite.head_file import HeadShape
+from eesd_lite.layer_shapes import HeadShape
 from eesd_lite.ops import Reach
 from eesd_lite.progress import Progress, no_progress
 

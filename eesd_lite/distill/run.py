@@ -20,7 +20,6 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
 from eesd_lite.config import ModelConfig
-from eesd_lite.dense import layer_prefix
 from eesd_lite.distill import texts
 from eesd_lite.distill.real_tau import measure_tau
 from eesd_lite.distill.report import Quality
@@ -30,7 +29,8 @@ from eesd_lite.distill.state_cache import StateCache, cache_bytes
 from eesd_lite.distill.train import HeadTrainer, TrainResult
 from eesd_lite.draft_vocabulary import frequency_order
 from eesd_lite.errors import PrepareError
-from eesd_lite.head_file import HeadShape, save_head, states_fingerprint
+from eesd_lite.head_file import save_head, states_fingerprint
+from eesd_lite.layer_shapes import HeadShape, layer_prefix
 from eesd_lite.progress import Progress, no_progress
 from eesd_lite.rope import layer_reaches
 

@@ -18,7 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from eesd_lite.config import ModelConfig
+from eesd_lite.errors import ModelError
 from eesd_lite.inspection import Inspection, Weights, inspect_model
+from eesd_lite.preflight import check_tensors
 from quant.checkpoint import Checkpoint
 from quant.model_folder import ModelFolder
 from quant.small_reads import zero_version_of
@@ -172,11 +175,11 @@ def broken_config(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lose_a_matrix, "missing in layer 1: mlp.up_proj"),
-        (more_layers, "missing in layer 3: everything"),
+        (lose_a_matrix, "tensor 'model.layers.1.mlp.up_proj.weight' is missing"),
+        (more_layers, "layer 2 of 4 has no tensors and 1 more"),
         (cut_the_file, "incomplete download"),
         (another_family, "model_type 'mamba' is not supported"),
-        (narrower, "is (96, 64), config.json says (64, 64)"),
+        (narrower, "is 96 x 64 (4-bit, qweight (8, 96)), config.json says 64 x 64"),
         (lfs_pointer, "Git LFS pointer"),
         (no_weights, "no weights"),
         (other_method, "awq"),
@@ -194,6 +197,43 @@ def test_a_folder_that_does_not_load_is_described_with_the_reason(
     assert any(words in line for line in found.refusals), found.refusals
     assert all("\n" not in line for line in found.refusals)
     json.dumps(found.config)
+
+
+FIRST = "model.layers.0."
+
+
+@pytest.mark.parametrize(
+    ("put", "drop", "config"),
+    [
+        ({}, (), {}),  # sound
+        ({}, ("layers.0.self_attn.q_proj.bias", "layers.1.self_attn.k_proj.bias"), {}),
+        ({f"{FIRST}self_attn.v_proj.bias": torch.zeros(7)}, (), {}),
+        ({f"{FIRST}self_attn.q_norm.weight": torch.ones(16)}, (), {}),
+        ({f"{FIRST}input_layernorm.weight": torch.ones(64, dtype=torch.int32)}, (), {}),
+        ({"model.norm.weight": torch.ones(63), "model.embed_tokens.weight": torch.ones(5, 64)}, (), {}),
+        ({}, (), {"num_hidden_layers": 1}),
+        ({}, (), {"vocab_size": 300}),
+        ({}, ("layers.1.mlp.up_proj.scales",), {}),
+        ({}, ("layers.1.",), {}),
+    ],
+)
+def test_what_loading_refuses_is_listed_line_by_line_and_once(
+    tiny_of: TinyOf, tmp_path: Path, put: dict[str, torch.Tensor], drop: tuple[str, ...], config: dict[str, Any]
+) -> None:
+    folder = copy_of(tiny_of(TinySpec(model_type="qwen2", layers=2)), tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not any(piece in name for piece in drop)}
+    save_file(kept | put, folder / "model.safetensors")
+    change(folder / "config.json", **config)
+    found = inspect_model(folder).refusals
+    try:
+        check_tensors(Checkpoint(folder, tolerant=True), ModelConfig.from_folder(folder))
+    except ModelError as error:
+        message = str(error)
+        assert found and message.startswith(f"{folder}: " + (f"{len(found)} problems: " if len(found) > 1 else ""))
+        assert all(line in message for line in found[:6]) and len(set(found)) == len(found)
+    else:
+        assert not (put or drop or config) and found == ()
 
 
 def test_text_settings_are_joined_from_all_files(tiny_of: TinyOf, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from eesd_lite.config import ModelConfig
 from eesd_lite.distill.ridge import TargetParts
 from eesd_lite.distill.state_cache import StateCache, StateCacheWriter
-from eesd_lite.head_file import HeadShape
+from eesd_lite.layer_shapes import HeadShape
 from eesd_lite.rope import layer_reaches
 
 
