@@ -58,7 +58,7 @@ def play(
         if number and mode != "one":
             costs = RoundCosts() if mode == "cold" else costs
             controller = make(seed + number, costs)
-        _play_answer(answer, trace, curve, controller, played, lambda: _factor(chance, noise))
+        _play_answer(answer, trace, curve, controller, played, lambda: hiccups(chance, noise))
     return played
 
 
@@ -87,7 +87,8 @@ def _play_answer(
         played.accepted += accepted
 
 
-def _factor(chance: random.Random, noise: float) -> float:
+def hiccups(chance: random.Random, noise: float) -> float:
+    """What the seconds that a controller sees are multiplied by."""
     if not noise:
         return 1.0
     return math.exp(chance.gauss(0.0, noise)) * (5.0 if chance.random() < _HICCUP else 1.0)
@@ -97,19 +98,28 @@ def oracle(trace: Trace, curve: CostCurve) -> Played:
     """The fastest way through every answer, found backwards from its end."""
     played = Played()
     for answer in trace.answers:
-        last = len(answer.answer) - 1
-        best: list[tuple[float, int]] = [(0.0, 0)] * (last + 1)  # seconds from here to the end, tokens drafted here
-        for index in range(last - 1, -1, -1):
-            reach = range(answer.positions[index].accepted + 1)
-            best[index] = min((curve.seconds[k] + best[min(index + k + 1, last)][0], k) for k in reach)
-        index = 0
-        while index < last:
-            k = best[index][1]
-            played.rounds, played.drafted, played.accepted = played.rounds + 1, played.drafted + k, played.accepted + k
-            index += k + 1
-        if last > 0:
-            played.tokens, played.seconds = played.tokens + last, played.seconds + best[0][0]
+        quickest([position.accepted for position in answer.positions], curve.seconds, played)
     return played
+
+
+def quickest(accepted: Sequence[int], seconds: Sequence[float], played: Played) -> None:
+    """Add the fastest way through one answer where so many right tokens can be drafted at its positions.
+
+    `seconds[k]`: a round that drafts k of them and nothing else.
+    """
+    last = len(accepted)
+    best: list[tuple[float, int]] = [(0.0, 0)] * (last + 1)  # seconds from here to the end, tokens drafted here
+    for index in range(last - 1, -1, -1):
+        best[index] = min(
+            (seconds[k] + best[min(index + k + 1, last)][0], k) for k in range(accepted[index] + 1)
+        )  # fmt: skip
+    index = 0
+    while index < last:
+        k = best[index][1]
+        played.rounds, played.drafted, played.accepted = played.rounds + 1, played.drafted + k, played.accepted + k
+        index += k + 1
+    if last:
+        played.tokens, played.seconds = played.tokens + last, played.seconds + best[0][0]
 
 
 def geometric_mean(values: Sequence[float]) -> float:

@@ -7,8 +7,10 @@ the answer, which takes a fraction of the time. Looks behind Engine's public nam
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,26 +42,36 @@ def record(
     """A trace of the answers to `prompts`; k_max is the engine's draft_limit. Leaves the engine with an empty cache."""
     if engine.head is None or engine.drafter_factory is None:
         raise EesdError(f"{engine.name}: a trace needs an exit head; see eesd train, or --head instant")
-    answers, spec = [], engine.controller_spec
+    answers = []
+    for number, prompt in enumerate(prompts):
+        progress("recording", number, len(prompts))
+        answer = plain_answer(engine, prompt, params)
+        answers.append(Answer(tuple(prompt), tuple(answer), chain_positions(engine, prompt, answer, params)))
+    return Trace(about_trace(engine, params, engine.draft_limit, measure_steps(engine, clock)), tuple(answers))
+
+
+def plain_answer(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> list[int]:
+    """The ids of plain decoding. Leaves the engine with an empty cache and its own controller."""
+    spec = engine.controller_spec
     try:
-        for number, prompt in enumerate(prompts):
-            progress("recording", number, len(prompts))
-            engine.set_controller("off")
-            events = engine.generate(list(prompt), params)
-            answer = [event.token_id for event in events if event.token_id is not None]
-            engine.reset()
-            answers.append(Answer(tuple(prompt), tuple(answer), _positions(engine, prompt, answer, params)))
+        engine.set_controller("off")
+        events = engine.generate(list(prompt), params)
+        return [event.token_id for event in events if event.token_id is not None]
     finally:
+        engine.reset()
         engine.set_controller(spec)
-    about = {
+
+
+def about_trace(engine: Engine, params: SamplingParams, k_max: int, seconds: dict[str, Any]) -> dict[str, Any]:
+    """What a trace says about its origin."""
+    return {
         "model": engine.name,
         "exit_layer": engine.plan.exit_layer,
         "layers": engine.config.num_hidden_layers,
-        "k_max": engine.draft_limit,
+        "k_max": k_max,
         "params": {name: value for name, value in asdict(params).items() if name != "stop"},
-        "seconds": measure_steps(engine, clock),
+        "seconds": seconds,
     }
-    return Trace(about, tuple(answers))
 
 
 @dataclass
@@ -80,10 +92,15 @@ class _Lane:
 
 
 @torch.inference_mode()
-def _positions(
-    engine: Engine, prompt: Sequence[int], answer: Sequence[int], params: SamplingParams
+def chain_positions(
+    engine: Engine,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    params: SamplingParams,
+    k_max: int | None = None,  # None: the engine's draft_limit
 ) -> tuple[Position, ...]:
     """All drafts side by side, each seeing the true prefix and itself: row-invariance makes them those of a chain."""
+    k_max = engine.draft_limit if k_max is None else k_max
     target, text = engine.target, [*prompt, *answer]
     sampler = Sampler(params, engine.config.vocab_size, engine.text.vocab_size if engine.text.vocab_size > 0 else None)
     assert engine.drafter_factory is not None
@@ -92,14 +109,14 @@ def _positions(
     states = target.lower(target.embed(text[:-1]), known)
     keep_prefix(drafter, states, known)
     stop_ids = frozenset() if params.ignore_eos else engine.text.eos_token_ids
-    together = (target.kv.capacity - len(text)) // engine.draft_limit
+    together = (target.kv.capacity - len(text)) // k_max
     if together < 1:
         raise PromptError(f"a prompt and its answer take {len(text)} of {target.kv.capacity} tokens: no room to draft")
     lanes = []
     for index in range(len(answer) - 1):
         # The engine never drafts beyond the longest answer; nor is it known what would be right there.
-        limit = max(0, min(engine.draft_limit, params.max_new_tokens - index - 2))
-        slot = len(text) + (index % together) * engine.draft_limit
+        limit = max(0, min(k_max, params.max_new_tokens - index - 2))
+        slot = len(text) + (index % together) * k_max
         lanes.append(_Lane(len(prompt) + index, slot, limit))
     for first in range(0, len(lanes), together):
         _grow(lanes[first : first + together], states, drafter, target, text, stop_ids)
@@ -155,6 +172,16 @@ def _position(index: int, lane: _Lane, truth: Sequence[int]) -> Position:
     return Position(index, tuple(lane.tokens), tuple(lane.confidences), accepted)
 
 
+def fastest(work: Callable[[], object], clock: Callable[[], float]) -> float:
+    """Seconds of the fastest of some runs."""
+    seconds = []
+    for _ in range(_REPEATS):
+        started = clock()
+        work()
+        seconds.append(clock() - started)
+    return min(seconds)
+
+
 @torch.inference_mode()
 def measure_steps(engine: Engine, clock: Callable[[], float] = time.perf_counter) -> dict[str, Any]:
     """Seconds of one pass through the layers below the exit, of the head with lm_head, and of a verify by rows.
@@ -167,13 +194,7 @@ def measure_steps(engine: Engine, clock: Callable[[], float] = time.perf_counter
     state = target.embed([0])
     row = Rows.chain(place, 1, target.device)
 
-    def best(work: Callable[[], object]) -> float:
-        seconds = []
-        for _ in range(_REPEATS):
-            started = clock()
-            work()
-            seconds.append(clock() - started)
-        return min(seconds)
+    best = partial(fastest, clock=clock)
 
     def verify(rows: int) -> Callable[[], object]:
         chain = Rows.chain(place, rows, target.device)
@@ -190,7 +211,8 @@ def measure_steps(engine: Engine, clock: Callable[[], float] = time.perf_counter
     return found
 
 
-def record_model(
+@contextmanager
+def opened(
     model: str,
     *,
     params: SamplingParams,
@@ -201,8 +223,8 @@ def record_model(
     draft_limit: int = 16,
     threads: int | None = None,
     progress: Progress = no_progress,
-) -> Trace:
-    """`record` for a model by name, with everything in memory; what `eesd trace` does."""
+) -> Iterator[tuple[Engine, list[list[int]]]]:
+    """A model by name with everything in memory, and the ids of the prompts, all of which fit its context."""
     texts = load_prompts(prompts, limit_prompts)
     with Engine.from_pretrained(
         model, exit_layer=exit_layer, head=head, draft_limit=draft_limit, threads=threads, progress=progress
@@ -214,4 +236,10 @@ def record_model(
                     f"prompt {prompt.id} and its answer take {len(tokens) + params.max_new_tokens} tokens, "
                     f"the context holds {engine.plan.context}"
                 )
+        yield engine, ids
+
+
+def record_model(model: str, *, params: SamplingParams, progress: Progress = no_progress, **options: Any) -> Trace:
+    """`record` for a model by name; what `eesd trace` does. Options as of `opened`."""
+    with opened(model, params=params, progress=progress, **options) as (engine, ids):
         return record(engine, ids, params, progress=progress)

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import json
 import zipfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
 from eesd_lite.errors import TraceError
 
 FORMAT = "eesd-trace-1"
-_STEPS = 65535  # confidences are stored in steps of 1 / 65535
+CONFIDENCE_STEPS = 65535  # confidences are stored in steps of 1 / 65535
 Array: TypeAlias = np.ndarray
 
 
@@ -56,14 +57,18 @@ class Trace:
         return int(self.about["k_max"])
 
     def save(self, path: Path) -> None:
-        """Write the file; drafted chains are padded to k_max."""
+        """Write the file."""
+        write_arrays(path, self.arrays())
+
+    def arrays(self) -> dict[str, Array]:
+        """What the file holds; drafted chains are padded to k_max."""
         positions = [position for answer in self.answers for position in answer.positions]
         tokens = np.zeros((len(positions), self.k_max), dtype=np.int32)
         stated = np.zeros((len(positions), self.k_max), dtype=np.uint16)
         for row, position in enumerate(positions):
             tokens[row, : len(position.tokens)] = position.tokens
-            stated[row, : len(position.tokens)] = np.rint(np.array(position.confidences) * _STEPS)
-        arrays: dict[str, Any] = {
+            stated[row, : len(position.tokens)] = np.rint(np.array(position.confidences) * CONFIDENCE_STEPS)
+        return {
             "about": np.frombuffer(json.dumps({"format": FORMAT, **self.about}).encode(), dtype=np.uint8),
             "prompt_lengths": np.array([len(answer.prompt) for answer in self.answers], dtype=np.int32),
             "answer_lengths": np.array([len(answer.answer) for answer in self.answers], dtype=np.int32),
@@ -74,30 +79,48 @@ class Trace:
             "tokens": tokens,
             "confidences": stated,
         }
-        with path.open("wb") as file:  # a path would get ".npz" appended where it lacks it
-            np.savez_compressed(file, **arrays)
 
     @classmethod
     def load(cls, path: Path) -> Trace:
         """Read a file; TraceError for anything that is not a whole trace."""
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                arrays = {name: file[name] for name in file.files}
-            about = json.loads(arrays["about"].tobytes())
-            if about.pop("format", None) != FORMAT:
-                raise TraceError(f"{path}: not a trace of this version ({FORMAT}); record it again with `eesd trace`")
-            return cls(about, _answers(arrays))
-        except OSError as error:
-            raise TraceError(f"{path}: {error.strerror or 'not a trace file'}; `eesd trace` records one") from None
-        except (KeyError, ValueError, IndexError, AssertionError, AttributeError, zipfile.BadZipFile, EOFError):
-            raise TraceError(f"{path}: not a trace, or damaged; `eesd trace` records one") from None
+        return read_arrays(path, cls.of_arrays)
+
+    @classmethod
+    def of_arrays(cls, arrays: Mapping[str, Array]) -> Trace:
+        """What `arrays` made; ValueError and the like for anything else."""
+        about = json.loads(arrays["about"].tobytes())
+        if about.pop("format", None) != FORMAT:
+            raise TraceError(f"not a trace of this version ({FORMAT}); record it again with `eesd trace`")
+        return cls(about, _answers(arrays))
 
 
-def _answers(arrays: dict[str, Array]) -> tuple[Answer, ...]:
+Made = TypeVar("Made")
+
+
+def write_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
+    """One compressed .npz file."""
+    with path.open("wb") as file:  # a path would get ".npz" appended where it lacks it
+        np.savez_compressed(file, **dict(arrays))  # type: ignore[arg-type]
+
+
+def read_arrays(path: Path, make: Callable[[Mapping[str, Array]], Made]) -> Made:
+    """What `make` makes of a file's arrays; TraceError in one line for anything that it cannot use."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return make({name: file[name] for name in file.files})
+    except TraceError as error:
+        raise TraceError(f"{path}: {error}") from None
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror or 'not a trace file'}; `eesd trace` records one") from None
+    except (KeyError, ValueError, IndexError, AssertionError, AttributeError, zipfile.BadZipFile, EOFError):
+        raise TraceError(f"{path}: not a trace, or damaged; `eesd trace` records one") from None
+
+
+def _answers(arrays: Mapping[str, Array]) -> tuple[Answer, ...]:
     prompts = _split(arrays["prompts"], arrays["prompt_lengths"])
     texts = _split(arrays["answers"], arrays["answer_lengths"])
     rows = iter(zip(arrays["drafted"].tolist(), arrays["accepted"].tolist(), strict=True))
-    tokens, stated = arrays["tokens"].tolist(), (arrays["confidences"] / _STEPS).tolist()
+    tokens, stated = arrays["tokens"].tolist(), (arrays["confidences"] / CONFIDENCE_STEPS).tolist()
     found, row = [], 0
     for prompt, text in zip(prompts, texts, strict=True):
         positions = []

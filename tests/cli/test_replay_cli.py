@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from cli.main import eesd
 from tests.eesd_lite.replay.made_traces import drawn
+from tests.eesd_lite.replay.made_trees import drawn_trees
 
 
 @pytest.fixture
@@ -69,3 +70,63 @@ def test_a_folder_that_does_not_exist_is_named_before_anything_is_loaded(tmp_pat
     command = ["trace", "./no-such-model", "--out", str(tmp_path / "nowhere" / "t.npz")]
     result = CliRunner().invoke(eesd, command, prog_name="eesd")
     assert result.exit_code == 1 and len(result.stderr.splitlines()) == 1 and "nowhere" in result.stderr
+
+
+@pytest.fixture
+def trees(tmp_path: Path) -> Path:
+    drawn_trees(2, answers=1, tokens=12, nodes=8).save(tmp_path / "trees.npz")
+    return tmp_path / "trees.npz"
+
+
+def test_a_trace_of_trees_is_shown_with_trees_and_chains(trees: Path) -> None:
+    command = ["replay", str(trees), "--costs", "memory,gpu:40", "--seeds", "1"]
+    result = CliRunner().invoke(eesd, command, prog_name="eesd")
+    assert result.exit_code == 0, result.stderr
+    assert "best chain" in result.stderr and "gpu:40" in result.stderr and "tree/oracle" in result.stderr
+    report = json.loads(result.stdout)
+    assert {"tree", "calibrated", "tree:8", "fixed:4"} <= set(report["points"][1]["controllers"])
+    chains = CliRunner().invoke(eesd, ["replay", str(trees), "--json", "--drafter", "ngram", "--costs", "sweep:5"])
+    assert "best_fixed" in json.loads(chains.stdout)["points"][0]
+
+
+def test_true_scale_is_called_simulated_and_states_what_it_assumes(trees: Path) -> None:
+    command = ["replay", str(trees), "--scale", "llama-2-70b@24gb", "--seeds", "1"]
+    result = CliRunner().invoke(eesd, command, prog_name="eesd")
+    assert result.exit_code == 0, result.stderr
+    assert "SIMULATED, llama-2-70b@24gb" in result.stderr and "public, not run here: 8.6 tokens/s" in result.stderr
+    report = json.loads(result.stdout)
+    assumed = report["assumptions"]
+    assert report["simulated"] and (assumed["exit_layer"], assumed["layers"]) == (40, 80), "half the depth, as recorded"
+    assert assumed["sweep_seconds"] == pytest.approx(assumed["offloaded_bytes"] / 25e9, abs=1e-4)
+    faster = CliRunner().invoke(eesd, [*command, "--link-rate", "50GB", "--json"], prog_name="eesd")
+    assert json.loads(faster.stdout)["assumptions"]["sweep_seconds"] == pytest.approx(
+        assumed["sweep_seconds"] / 2, 1e-3
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--scale", "llama-2-70b"], "SHAPE@PRESET"),
+        (["--scale", "llama-2-70b@9gb"], "8gb, 12gb"),
+        (["--scale", "oak@8gb"], "oak"),
+        (["--scale", "llama-2-70b@8gb"], "does not fit"),
+        (["--scale", "llama-2-13b@8gb", "--costs", "memory"], "leave out --costs"),
+        (["--link-rate", "5GB"], "go with --scale"),
+        (["--costs", "hidden:4:2"], "gpu:S"),
+    ],
+)
+def test_wrong_scales_are_one_line(trees: Path, arguments: list[str], says: str) -> None:
+    result = CliRunner().invoke(eesd, ["replay", str(trees), "--json", *arguments], prog_name="eesd")
+    assert result.exit_code != 0 and result.stdout == "" and says in result.stderr.splitlines()[-1]
+
+
+def test_a_scale_needs_trees(trace: Path) -> None:
+    result = CliRunner().invoke(eesd, ["replay", str(trace), "--scale", "llama-2-13b@8gb"], prog_name="eesd")
+    assert result.exit_code == 2 and "eesd trace --trees" in result.stderr
+
+
+def test_options_of_trees_go_with_trees(tmp_path: Path) -> None:
+    for extra in (["--nodes", "8"], ["--trees", "--draft-limit", "4"]):
+        result = CliRunner().invoke(eesd, ["trace", "./none", "--out", str(tmp_path / "t.npz"), *extra])
+        assert result.exit_code == 2 and "--trees" in result.stderr
