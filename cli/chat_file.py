@@ -89,7 +89,7 @@ def into_conversation(saved: SavedChat, conversation: Conversation, codec: TextC
 
 
 def write_chat(path: Path, chat: SavedChat) -> None:
-    """Write the file, whole or not at all."""
+    """Write the file, whole or not at all; its folder has to exist."""
     content = {
         "format": FORMAT, "model": chat.model, "tokenizer": chat.tokenizer,
         "saved": time.strftime("%Y-%m-%dT%H:%M:%S"), "system": chat.system, "settings": dict(chat.settings),
@@ -99,7 +99,6 @@ def write_chat(path: Path, chat: SavedChat) -> None:
     text = _NUMBERS.sub(lambda m: f"[{' '.join(m[1].split())}]", json.dumps(content, indent=1, ensure_ascii=False))
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         # What people say is theirs alone. Lone surrogates are no characters.
         with open(partial, "w", encoding="utf-8", errors="replace", opener=_private) as file:
             file.write(text + "\n")
@@ -120,6 +119,8 @@ def _private(path: str, flags: int) -> int:
 def read_chat(path: Path) -> SavedChat:
     """Read and check a file; ChatFileError says what is wrong with it."""
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise ChatFileError(f"{path}: not a regular file")  # a device or a pipe may never end
         if path.stat().st_size > _LARGEST:
             raise ChatFileError(f"{path}: too large for a conversation")
         raw = json.loads(path.read_text(encoding="utf-8"))

@@ -31,4 +31,7 @@ def _start(module: str) -> int:
     except KeyboardInterrupt:  # while modules are imported; the programs themselves handle it afterwards
         sys.stderr.write("interrupted\n")
         return 130
+    except OSError as error:  # whatever is written before a command runs: --help on a full disk
+        sys.stderr.write(f"error: {error.strerror or error}\n")
+        return 1
     return int(result or 0)

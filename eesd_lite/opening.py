@@ -42,6 +42,8 @@ from eesd_lite.tiers import HOST_MODES
 from eesd_lite.units import device_memory_size, parse_size
 from quant.checkpoint import Checkpoint
 
+LARGEST_THREADS = 1024  # OpenMP libraries crash on absurd numbers instead of refusing them
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
@@ -77,8 +79,8 @@ class EngineOptions:
             raise EesdError(f"draft_limit must be from 1 to 64, not {limit}")
         if self.host_mode not in HOST_MODES:
             raise EesdError(f"host_mode must be one of {', '.join(HOST_MODES)}, not '{self.host_mode}'")
-        if self.threads is not None and self.threads < 1:
-            raise EesdError(f"threads must be at least 1, not {self.threads}")
+        if self.threads is not None and not 1 <= self.threads <= LARGEST_THREADS:
+            raise EesdError(f"threads must be from 1 to {LARGEST_THREADS}, not {self.threads}")
         check_size(self.draft_vocab)
         return limit
 

@@ -152,6 +152,10 @@ def test_save_and_load(start: Start, tmp_path: Path) -> None:
     have = first["prompt"] + first["emitted"]
     assert second["prompt"][: len(have)] == have
     assert "No such file" in " ".join(run("/load nowhere.json"))
+    for command in ("/save /dev/zero", "/load /dev/zero"):
+        assert "/dev/zero: not a regular file" in " ".join(run(command))
+    assert "No such file" in " ".join(run(f"/save {file.parent}/none/talk.json"))
+    assert not (file.parent / "none").exists()
 
 
 def test_settings_can_be_listed_changed_and_are_checked(start: Start) -> None:

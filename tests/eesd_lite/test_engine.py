@@ -308,7 +308,8 @@ def test_a_prompt_that_is_cached_whole_is_read_from_its_last_token_on(engine_of:
     [
         ({"controller": "sometimes"}, EesdError, "no controller 'sometimes'"),
         ({"draft_limit": 0}, EesdError, "draft_limit must be from 1 to 64"),
-        ({"threads": 0}, EesdError, "threads must be at least 1"),
+        ({"threads": 0}, EesdError, "threads must be from 1 to 1024, not 0"),
+        ({"threads": 100_000}, EesdError, "threads must be from 1 to 1024, not 100000"),
         ({"dtype": "float16"}, EesdError, "bfloat16 or float32, not 'float16'"),
         ({"device": "tpu"}, EesdError, "tpu"),
         ({"context": 9999}, EesdError, "context must be from 8 to 512"),
