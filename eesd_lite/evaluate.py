@@ -69,7 +69,10 @@ def evaluate(
     reference: Scorer | None = None,
     progress: Progress = no_progress,
 ) -> Evaluation:
-    """Runs all sequences through the model, and the reference if there is one."""
+    """Runs all sequences through the model, and the reference if there is one.
+
+    PromptError where there is nothing to predict, ModelError where a perplexity is not finite.
+    """
     usable = [list(ids) for ids in sequences if len(ids) > 1]
     if not usable:
         raise PromptError("nothing to evaluate: no sequence has two tokens or more")
@@ -87,10 +90,12 @@ def evaluate(
             done += len(logits)
             log_model = torch.log_softmax(logits.float(), dim=-1)
             sums["nll"] -= _chosen(log_model, targets)
+            _check_finite("model", sums["nll"], done)
             if theirs is not None:
                 log_reference = torch.log_softmax(next(theirs).float(), dim=-1)
                 assert log_reference.shape == log_model.shape, (log_reference.shape, log_model.shape)
                 sums["reference_nll"] -= _chosen(log_reference, targets)
+                _check_finite("reference", sums["reference_nll"], done)
                 sums["same"] += float((log_reference.argmax(-1) == log_model.argmax(-1)).sum())
                 divergences.append(_divergence(log_reference, log_model))
         assert start == len(ids), f"{start - 1} of {len(ids) - 1} positions were scored"
@@ -117,6 +122,14 @@ def _with_reference(found: Evaluation, sums: dict[str, float], divergences: list
 
 def _chosen(log_probs: Tensor, targets: Tensor) -> float:
     return float(log_probs.gather(1, targets[:, None]).double().sum())
+
+
+def _check_finite(whose: str, nll: float, tokens: int) -> None:
+    if not math.isfinite(nll):
+        raise ModelError(
+            f"the perplexity of the {whose} is not finite within the first {tokens} tokens: the weights "
+            "are damaged or too large for the dtype; eesd eval --engine names the layer where that begins"
+        )
 
 
 def _divergence(log_reference: Tensor, log_model: Tensor) -> Tensor:

@@ -20,9 +20,11 @@ from eesd_lite.config import ModelConfig
 from eesd_lite.engine import Engine
 from eesd_lite.errors import EesdError, ModelError, PromptError
 from eesd_lite.evaluate import WINDOW, Scorer, TransformersScorer, evaluate, read_ids, read_text
+from eesd_lite.preflight import check_tensors
 from eesd_lite.prepare import resolve_model
 from eesd_lite.progress import Progress
 from eesd_lite.text import TextCodec
+from quant.checkpoint import Checkpoint
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -76,20 +78,19 @@ def evaluate_folders(settings: EvalSettings, progress: Progress) -> dict[str, An
         torch.set_num_threads(settings.threads)
     source = resolve_model(settings.model, progress)
     config = ModelConfig.from_folder(source.folder)
+    check_tensors(Checkpoint(source.folder, settings.weights, tolerant=True, quantize=settings.quantize), config)
+    folder = None
+    if settings.reference is not None:
+        folder = resolve_model(settings.reference, progress).folder
+        _check_reference(folder, config)
     sequences = _sequences(settings, source.folder, config)
     with ExitStack() as stack:
         progress(f"loading {source.name}", 0, 0)
         longest = max((len(ids) for ids in sequences), default=0)
         model = _open(settings, source.folder, max(longest, 8), stack, progress)
-        reference, folder = None, None
-        if settings.reference is not None:
+        reference = None
+        if folder is not None:
             progress(f"loading {settings.reference}", 0, 0)
-            folder = resolve_model(settings.reference, progress).folder
-            vocabulary = ModelConfig.from_folder(folder).vocab_size
-            if vocabulary != config.vocab_size:
-                raise ModelError(
-                    f"the reference has {vocabulary} tokens and the model {config.vocab_size}: not the same model"
-                )
             reference = TransformersScorer.from_folder(folder, _DTYPES[settings.reference_dtype])
         found = evaluate(model, sequences, reference=reference, progress=progress)
     return {
@@ -104,6 +105,16 @@ def evaluate_folders(settings: EvalSettings, progress: Progress) -> dict[str, An
         "window": settings.window,
         **found.as_dict(),
     }
+
+
+def _check_reference(folder: Path, config: ModelConfig) -> None:
+    """ModelError unless `folder` holds a whole model of the same vocabulary."""
+    theirs = ModelConfig.from_folder(folder)
+    if theirs.vocab_size != config.vocab_size:
+        raise ModelError(
+            f"the reference has {theirs.vocab_size} tokens and the model {config.vocab_size}: not the same model"
+        )
+    check_tensors(Checkpoint(folder, tolerant=True), theirs)
 
 
 def _open(settings: EvalSettings, folder: Path, context: int, stack: ExitStack, progress: Progress) -> Scorer:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eesd_lite.errors import EesdError, ModelError, PromptError
@@ -154,6 +155,27 @@ def test_a_reference_with_another_vocabulary_is_refused(folders: tuple[Path, Pat
     (other / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 16}))
     with pytest.raises(ModelError, match="not the same model"):
         evaluate_folders(EvalSettings(model=str(folders[0]), reference=str(other)), no_progress)
+
+
+@pytest.mark.parametrize("place", ["model", "reference"])
+def test_a_folder_that_the_engine_refuses_is_refused_as_model_and_as_reference(
+    folders: tuple[Path, Path], tmp_path: Path, place: str
+) -> None:
+    broken = sixteen_bit(tmp_path / "broken")
+    tensors = load_file(broken / "model.safetensors")
+    save_file(tensors | {"model.norm.weight": torch.ones(5)}, broken / "model.safetensors")
+    both = {"model": str(folders[0]), "reference": str(folders[1])} | {place: str(broken)}
+    with pytest.raises(ModelError, match=r"broken: 'model.norm.weight' has shape \(5,\)"):
+        evaluate_folders(EvalSettings(**both), no_progress)
+
+
+@pytest.mark.parametrize("logits", [[0.0, math.nan], [0.0, -math.inf]])
+def test_a_perplexity_that_is_not_finite_is_an_error(logits: list[float]) -> None:
+    sound, broken = Table([0.0, 0.0]), Table(logits)
+    with pytest.raises(ModelError, match="perplexity of the model is not finite within the first 2 tokens"):
+        evaluate(broken, [[0, 0, 1]])
+    with pytest.raises(ModelError, match="perplexity of the reference is not finite"):
+        evaluate(sound, [[0, 1]], reference=broken)
 
 
 def test_text_and_ids_exclude_each_other() -> None:
