@@ -10,9 +10,11 @@ import pytest
 
 from eesd_lite.acceptance import EDGES, GENERIC
 from eesd_lite.replay.compare import ReplaySettings, compare
+from eesd_lite.replay.compare_trees import TreeReplaySettings, compare_trees
 from eesd_lite.replay.curves import DEFAULT_CURVES
 from eesd_lite.replay.prior import acceptance_of
 from eesd_lite.replay.trace import Trace
+from eesd_lite.replay.tree_trace import TreeTrace
 from tests.eesd_lite.replay.made_traces import made
 
 TRACES = Path(__file__).parents[3] / "docs" / "benchmarks" / "traces"
@@ -74,3 +76,15 @@ def test_a_prior_is_counted_by_hand() -> None:
 
 def test_the_default_curves_span_from_memory_to_a_sweep_of_200_draft_steps() -> None:
     assert len(DEFAULT_CURVES) >= 8 and DEFAULT_CURVES[0] == "memory" and "sweep:200" in DEFAULT_CURVES
+
+
+@pytest.mark.parametrize(("layer", "worst"), [(10, 0.85), (20, 0.8)])
+def test_trees_of_the_recorded_heads_beat_the_best_chain_behind_long_sweeps(layer: int, worst: float) -> None:
+    """0.97 of the best fixed shape is not reached everywhere (docs/controller.md): these are the floors held so far."""
+    trace = TreeTrace.load(TRACES / f"smollm2-135m-exit{layer}-trees.npz")
+    curves = ("memory", "sweep:40", "gpu:40", "gpu:200")
+    points = compare_trees(trace, TreeReplaySettings(controllers=("tree",), curves=curves, seeds=1))["points"]
+    shares = [point["controllers"]["tree"] for point in points]
+    assert min(share["of_best_fixed"] for share in shares) >= worst
+    assert all(share["of_best_chain"] > 1.05 for share in shares[1:]), shares
+    assert all(share["of_oracle"] < 1.0 for share in shares)
