@@ -119,8 +119,8 @@ def open_parts(model: str | Path, asked: EngineOptions, reader: Reader | None, p
     options = asked.for_loading(config, draft_limit)
     checkpoint = Checkpoint(source.folder, asked.weights, tolerant=True, quantize=asked.quantize)
     notes = [*check_tensors(checkpoint, config), *contradictions(checkpoint, config)]
-    ops, kernels = choose_kernels(options, checkpoint, progress)
     text = TextCodec.from_folder(source.folder, template=asked.template)
+    ops, kernels = choose_kernels(options, checkpoint, progress)
     known = min(text.vocab_size, config.vocab_size) if text.vocab_size > 0 else config.vocab_size
     check_size(asked.draft_vocab, known)
     store = open_store(checkpoint, config, kernels, progress)

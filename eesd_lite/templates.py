@@ -1,8 +1,9 @@
 """Chat templates: the model's own Jinja template, or one of five named layouts for models that come without.
 
-Templates are code from a download, so they run in Jinja's sandbox, with the helpers that Hugging Face templates expect
-(`raise_exception`, `strftime_now`, `tojson`, the `generation` block). Rendering gives text; making token ids of it,
-with message contents kept apart from control tokens, is the business of `eesd_lite.text`, the only caller.
+Templates are code from a download, so they run in Jinja's sandbox and within limits, with the helpers that Hugging Face
+templates expect (`raise_exception`, `strftime_now`, `tojson`, the `generation` block). Rendering gives text; making
+token ids of it, with message contents kept apart from control tokens, is the business of `eesd_lite.text`, the only
+caller.
 """
 
 from __future__ import annotations
@@ -15,11 +16,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eesd_lite.errors import ModelError, PromptError
+from quant.errors import shown
 
 if TYPE_CHECKING:
     import jinja2
 
+    from eesd_lite.template_limits import BoundedEnvironment
+
 Message = Mapping[str, str]
+
+
+class TemplateLimitError(PromptError):
+    """The template takes more time or memory than any chat needs (see `eesd_lite.template_limits`)."""
 
 
 class TemplateRefusal(Exception):
@@ -38,19 +46,14 @@ class ChatTemplate:
         self, messages: Sequence[Message], *, special: Mapping[str, str], add_generation_prompt: bool = True
     ) -> str:
         """The whole conversation as text; TemplateRefusal when the template says no, PromptError when it is broken."""
-        import jinja2
-
+        environment, template = _compiled(self.source)
+        values = {"messages": list(messages), "add_generation_prompt": add_generation_prompt, **special}
         try:
-            return _compiled(self.source).render(
-                messages=list(messages), add_generation_prompt=add_generation_prompt, **special
-            )
+            return environment.render(template, values, sum(len(message["content"]) for message in messages))
         except TemplateRefusal:
             raise
-        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise PromptError(
-                f"the chat template {self.name!r} fails: {reason[:200]}; try one of {', '.join(FALLBACKS)}"
-            ) from error
+        except Exception as error:  # a template is a program out of a download: it may fail in any way
+            raise _failure(error, self.name) from error
 
 
 def own_template(folder: Path, settings: Mapping[str, Any]) -> ChatTemplate | None:
@@ -90,32 +93,32 @@ def fallback_template(name: str) -> ChatTemplate:
     return FALLBACKS[name]
 
 
+def _failure(error: Exception, name: str) -> PromptError:
+    from eesd_lite.template_limits import LimitError
+
+    others = ", ".join(FALLBACKS)
+    if isinstance(error, LimitError):
+        return TemplateLimitError(f"the chat template {name!r} is stopped: {error}; try one of {others}")
+    reason = "it calls itself without end" if isinstance(error, RecursionError) else str(error)
+    reason = shown(" ".join(reason.split()) or type(error).__name__, 200)
+    return PromptError(f"the chat template {name!r} fails: {reason}; try one of {others}")
+
+
 @lru_cache(maxsize=8)
-def _compiled(source: str) -> jinja2.Template:
-    import jinja2
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+def _compiled(source: str) -> tuple[BoundedEnvironment, jinja2.Template]:
+    from eesd_lite.template_limits import BoundedEnvironment
 
-    class GenerationBlock(Extension):
-        """`{% generation %}` marks answers for training; here it only shows its body."""
-
-        tags = {"generation"}
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
+    environment = BoundedEnvironment()
+    environment.add_filter("tojson", _to_json)
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = _now
     try:
-        return environment.from_string(source)
-    except jinja2.TemplateError as error:
+        return environment, environment.bounded_template(source)
+    except Exception as error:  # SyntaxError, RecursionError, ... besides Jinja's own
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ModelError(
-            f"the model's chat template cannot be read: {error}; choose one by name: {', '.join(FALLBACKS)}"
+            f"the model's chat template cannot be read: {shown(' '.join(reason.split()), 200)}; "
+            f"choose one by name: {', '.join(FALLBACKS)}"
         ) from error
 
 
@@ -125,6 +128,8 @@ def _refuse(message: object) -> None:
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
     # Jinja's own filter escapes for HTML.
+    if isinstance(indent, int) and indent > 100:
+        raise ValueError(f"tojson with an indent of {indent}")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 

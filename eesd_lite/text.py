@@ -17,7 +17,14 @@ from pathlib import Path
 from eesd_lite.detokenize import Detokenizer, make_detokenizer
 from eesd_lite.errors import PromptError
 from eesd_lite.scaffold import Fragment, fold_system, fragments_of, merge_neighbours
-from eesd_lite.templates import ChatTemplate, Message, TemplateRefusal, fallback_template, own_template
+from eesd_lite.templates import (
+    ChatTemplate,
+    Message,
+    TemplateLimitError,
+    TemplateRefusal,
+    fallback_template,
+    own_template,
+)
 from eesd_lite.tokenizer_files import TokenizerFacts, read_tokenizer
 
 # An added token that we put before a span which does not start the text: tokenizers treat the two differently.
@@ -165,6 +172,8 @@ class TextCodec:
         system = {"role": "system", "content": "EESDSYSTEMPROBE"}
         try:
             return "EESDSYSTEMPROBE" not in self._render([system, user], True)
+        except TemplateLimitError:  # as it is with any question: said at once
+            raise
         except (TemplateRefusal, PromptError):
             return True
 
@@ -268,6 +277,8 @@ class TextCodec:
     def _end_of_turn(self) -> int | None:
         try:
             found = self.continuation([{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}])
+        except TemplateLimitError:
+            raise
         except PromptError:
             return None
         return found.closing[-1] if found is not None and found.closing else None
