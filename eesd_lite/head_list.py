@@ -32,11 +32,18 @@ def available_heads(source: ModelSource) -> dict[int, Path]:
             if path is not None:
                 found[shipped.exit_layer] = path
     for folder in (heads_folder(source.name), source.folder / HEADS_FOLDER):
-        for path in sorted(folder.glob("*.safetensors")) if folder.is_dir() else []:
+        for path in sorted(folder.glob("*.safetensors")) if _is_there(folder) else []:
             exit_layer = read_exit_layer(path)
             if exit_layer is not None:
                 found[exit_layer] = path
     return found
+
+
+def _is_there(folder: Path) -> bool:
+    try:
+        return folder.is_dir()
+    except PermissionError:  # EESD_HOME inside somebody else's folder: no heads; whoever writes there is told
+        return False
 
 
 def read_exit_layer(path: Path) -> int | None:

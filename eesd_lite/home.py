@@ -25,6 +25,7 @@ from eesd_lite.units import format_size
 _PARTIAL = ".partial"
 _LOCKS = "locks"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_FAILED = (errno.EFBIG, errno.EIO, errno.EROFS, errno.ENXIO, errno.ESTALE)
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,10 @@ def publish(folder: Path, target: Path) -> None:
 
 @contextmanager
 def disk_errors(target: Path) -> Iterator[None]:
-    """Turn 'no space left' and 'may not write here' into one line that says what helps."""
+    """Turn 'no space left', and a write that fails, into one line that says what helps.
+
+    Errors that name a file (opening, renaming) have their line already and pass through.
+    """
     try:
         yield
     except Exception as error:
@@ -112,6 +116,10 @@ def disk_errors(target: Path) -> Iterator[None]:
             free = format_size(shutil.disk_usage(_existing_parent(target)).free)
             raise PrepareError(
                 f"disk full while writing {target} ({free} free); free some space or set EESD_HOME to another disk"
+            ) from error
+        if isinstance(error, OSError) and error.errno in _FAILED and error.filename is None:
+            raise PrepareError(
+                f"writing {target} failed ({error.strerror}); set EESD_HOME to another disk, or lift ulimit -f"
             ) from error
         raise
 

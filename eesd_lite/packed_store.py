@@ -79,11 +79,18 @@ def open_store(
         if not any(name.startswith("model.layers.") for name in checkpoint.tensors):
             raise PrepareError(f"{beside.folder}: packed for {beside.made_for}, this run needs {wanted}; write it anew")
     folder = packed_folder(checkpoint, kernels)
-    if not (folder / MANIFEST).exists():
+    if not _is_there(folder / MANIFEST):
         with locked(folder, progress):
             if not (folder / MANIFEST).exists():
                 _write(folder, checkpoint, config, kernels, progress)
     return _read(folder, config, f"remove it with: eesd cache rm {folder.name}")
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except PermissionError:  # taking the lock says what helps
+        return False
 
 
 def _write(folder: Path, checkpoint: Checkpoint, config: ModelConfig, kernels: KernelSet, progress: Progress) -> None:

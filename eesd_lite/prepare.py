@@ -20,6 +20,7 @@ from eesd_lite.home import atomic_dir, disk_errors, home, locked, publish, remov
 from eesd_lite.hub import cached_snapshot, looks_like_hub_id, snapshot
 from eesd_lite.progress import Progress, no_progress
 from models import RECIPES, Recipe, find_recipe
+from quant.errors import shown
 
 _MARKER = "eesd_recipe.json"
 
@@ -51,10 +52,14 @@ def resolve_model(name: str | Path, progress: Progress = no_progress) -> ModelSo
     if folder.exists():
         raise ModelError(f"{folder} is a file; a model is a folder with config.json and safetensors weights")
     if isinstance(name, Path) or not looks_like_hub_id(text):
-        raise ModelError(f"no folder {folder}; a model is a folder, a Hub name (owner/model), or one of: {known}")
+        raise ModelError(
+            f"no folder {shown(folder)}; a model is a folder, a Hub name (owner/model), or one of: {known}"
+        )
     if "/" not in text:
         # Plain names are almost always a misspelt recipe; the Hub's few old ones have an owner today.
-        raise ModelError(f"no folder or recipe named {text!r}; recipes: {known}; Hub names have the form owner/model")
+        raise ModelError(
+            f"no folder or recipe named {shown(text)!r}; recipes: {known}; Hub names have the form owner/model"
+        )
     return ModelSource(folder=snapshot(text, progress), recipe=None, name=text)
 
 

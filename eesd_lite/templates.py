@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eesd_lite.errors import ModelError, PromptError
-from quant.errors import shown
+from quant.errors import remedy, shown
 
 if TYPE_CHECKING:
     import jinja2
@@ -83,7 +83,7 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path} cannot be read ({error}); fetch the file again") from None
+        raise ModelError(f"{path} cannot be read ({error}); {remedy(error)}") from None
 
 
 def fallback_template(name: str) -> ChatTemplate:

@@ -13,6 +13,7 @@ from typing import Any
 
 from eesd_lite.errors import ModelError
 from eesd_lite.templates import own_template
+from quant.errors import remedy
 
 _OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "spiece.model", "sentencepiece.bpe.model", "vocab.txt")
 _LARGEST = 128 * 2**20
@@ -70,7 +71,7 @@ def _read(path: Path, problems: list[str]) -> dict[str, Any]:
             raise ValueError(f"{path.stat().st_size} bytes")
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        problems.append(f"{path} is not readable JSON ({' '.join(str(error).split())[:120]}); fetch the file again")
+        problems.append(f"{path} is not readable JSON ({' '.join(str(error).split())[:120]}); {remedy(error)}")
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -18,6 +18,11 @@ def shown(text: object, limit: int = 120) -> str:
     return clean if len(text) <= limit else f"{clean}..."
 
 
+def remedy(error: Exception) -> str:
+    """What helps against a file that cannot be read: another download does not give permission."""
+    return "let this user read it (chmod)" if isinstance(error, PermissionError) else "fetch the file again"
+
+
 def in_one_line(where: object, problems: Sequence[str], limit: int = 6) -> str:
     """All that is wrong with a folder as one message: the first few problems by name, and how many more there are."""
     if len(problems) == 1:

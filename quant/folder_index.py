@@ -118,7 +118,23 @@ def _find(folder: Path, stated: str | None) -> Path | list[Path]:
             )
     gguf = _files(folder, ".gguf")
     hint = f"; {gguf[0].name} is for llama.cpp, take the model's GPTQ or safetensors folder" if gguf else ""
-    raise CheckpointError(f"{folder}: no weights (.safetensors, .bin or .pt){hint}")
+    raise CheckpointError(f"{folder}: no weights (.safetensors, .bin or .pt){hint or _no_weights_but(folder)}")
+
+
+def _no_weights_but(folder: Path) -> str:
+    """What there is instead: something of the right name that is no file, other letters, or files one folder down."""
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith("."):
+            continue
+        if path.name.lower().endswith((".safetensors", *PICKLES)) and not path.is_dir():
+            if not path.is_file():
+                what = "is a link to nothing" if path.is_symlink() and not path.exists() else "is not a regular file"
+                return f"; {shown(path.name)} {what}"
+            if path.name != path.name.lower():
+                return f"; rename {shown(path.name)} to {shown(path.name.lower())}"
+        if path.is_dir() and not path.is_symlink() and any(path.glob("*.safetensors")):
+            return f"; there are some in {shown(path)}, copy them here with config.json"
+    return ""
 
 
 def _is_complete(files: list[Path]) -> bool:

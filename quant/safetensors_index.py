@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quant.errors import CheckpointError, shown
+from quant.errors import CheckpointError, remedy, shown
 
 MAX_HEADER_BYTES = 24 * 2**20  # 200,000 tensors; parsed, the worst of it takes thirty times that
 MAX_JSON_BYTES = 24 * 2**20
@@ -57,7 +57,7 @@ def check_regular(path: Path, limit: int | None = None) -> int:
     try:
         status = path.stat()
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: {getattr(error, 'strerror', None) or error}; fetch the file again") from None
+        raise CheckpointError(f"{path}: {getattr(error, 'strerror', None) or error}; {remedy(error)}") from None
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{path}: not a regular file; fetch the file again")
     if limit is not None and status.st_size > limit:
@@ -70,7 +70,9 @@ def read_json(path: Path) -> dict[str, Any]:
     check_regular(path, MAX_JSON_BYTES)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}; {remedy(error)}") from None
+    except (UnicodeDecodeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not readable as JSON ({shown(error)}); fetch the file again") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds a JSON {type(value).__name__} where an object belongs")
@@ -79,6 +81,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def scan_safetensors(path: Path) -> FileScan:
     """All tensors of one safetensors file from its header, and everything that is wrong with them."""
+    if not _is_text(str(path)):
+        problem = f"{path.parent}: the file name {shown(ascii(path.name))} is not UTF-8; rename the file"
+        return FileScan({}, (problem,), complete=False)
     try:
         size = check_regular(path)
         header, data_start, twice = _read_header(path, size)
@@ -98,6 +103,15 @@ def scan_safetensors(path: Path) -> FileScan:
     if not lost:  # gaps are only sure where every tensor is known
         problems += _placement_problems(path, tensors, data_start, size)
     return FileScan(tensors, tuple(problems), lost)
+
+
+def _is_text(name: str) -> bool:
+    """Whether a file name can be handed to libraries that take nothing but UTF-8."""
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _read_header(path: Path, size: int) -> tuple[dict[str, Any], int, list[str]]:
@@ -124,7 +138,12 @@ def _read_header(path: Path, size: int) -> tuple[dict[str, Any], int, list[str]]
                 raise CheckpointError(
                     f"{path}: a header of {length} bytes, at most {MAX_HEADER_BYTES} make sense; fetch the file again"
                 )
-            header = json.loads(file.read(length), object_pairs_hook=no_repeats)
+            text = file.read(length).decode("utf-8")
+            if text[:1].isspace():  # the library takes none in front, and json no byte order mark
+                raise ValueError
+            header = json.loads(text, object_pairs_hook=no_repeats)
+    except PermissionError as error:
+        raise CheckpointError(f"{path}: {error.strerror}; {remedy(error)}") from None
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}; the download is incomplete") from None
     except (UnicodeDecodeError, ValueError, RecursionError):

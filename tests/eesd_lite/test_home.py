@@ -101,9 +101,15 @@ def test_a_full_disk_reported_as_text_by_a_rust_writer_is_recognised(tmp_path: P
         raise RuntimeError("Error while serializing: IoError(No space left on device (os error 28))")
 
 
+@pytest.mark.parametrize("number", [errno.EFBIG, errno.EIO, errno.EROFS])
+def test_a_write_that_fails_names_the_target_and_what_helps(tmp_path: Path, number: int) -> None:
+    with pytest.raises(PrepareError, match="writing .*target failed .*set EESD_HOME"), disk_errors(tmp_path / "target"):
+        raise OSError(number, os.strerror(number))
+
+
 def test_other_errors_pass_through_unchanged(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="Input/output"), disk_errors(tmp_path):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "some/source")
 
 
 def test_a_folder_that_cannot_be_created_names_the_variable(tmp_path: Path) -> None:

@@ -199,6 +199,47 @@ def test_a_folder_that_does_not_load_is_described_with_the_reason(
     json.dumps(found.config)
 
 
+def as_link(path: Path) -> None:
+    path.rename(path.with_suffix(".gone"))
+    path.symlink_to("nowhere")
+
+
+def as_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def in_capitals(path: Path) -> None:
+    path.rename(path.with_name("MODEL.SAFETENSORS"))
+
+
+def one_folder_down(path: Path) -> None:
+    (path.parent / "sub").mkdir()
+    path.rename(path.parent / "sub" / path.name)
+
+
+def in_latin_1(path: Path) -> None:
+    os.rename(path, os.fsencode(path.parent) + b"/a\xe9.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        (as_link, "model.safetensors is a link to nothing"),
+        (as_pipe, "model.safetensors is not a regular file"),
+        (in_capitals, "rename MODEL.SAFETENSORS to model.safetensors"),
+        (one_folder_down, "copy them here with config.json"),
+        (in_latin_1, "is not UTF-8; rename the file"),
+    ],
+)
+def test_weights_that_are_almost_there_are_named(
+    tiny_of: TinyOf, tmp_path: Path, place: Callable[[Path], None], words: str
+) -> None:
+    folder = copy_of(tiny_of(TinySpec(layers=2)), tmp_path / "model")
+    place(folder / "model.safetensors")
+    assert any(words in line for line in inspect_model(folder).refusals), inspect_model(folder).refusals
+
+
 FIRST = "model.layers.0."
 
 
