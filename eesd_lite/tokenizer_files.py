@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eesd_lite.errors import ModelError
-from quant.errors import shown
+from quant.errors import remedy, shown
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
@@ -169,5 +169,5 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not readable JSON ({error}); fetch the file again") from error
+        raise ModelError(f"{path} is not readable JSON ({error}); {remedy(error)}") from error
     return found if isinstance(found, dict) else {}

@@ -240,6 +240,21 @@ def test_weights_that_are_almost_there_are_named(
     assert any(words in line for line in inspect_model(folder).refusals), inspect_model(folder).refusals
 
 
+def test_a_cache_folder_that_cannot_be_looked_into_does_not_matter(
+    tiny_of: TinyOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = Path.is_dir
+
+    def guarded(path: Path) -> bool:
+        if "heads" in path.parts:  # as stat() answers below a folder without permission (tests may run as root)
+            raise PermissionError(13, "Permission denied", str(path))
+        return look(path)
+
+    folder = tiny_of(TinySpec(layers=2)).folder
+    monkeypatch.setattr(Path, "is_dir", guarded)
+    assert inspect_model(folder).refusals == () and inspect_model(folder).heads == ()
+
+
 FIRST = "model.layers.0."
 
 
