@@ -45,7 +45,7 @@ def compare(trace: Trace, settings: ReplaySettings, progress: Progress = no_prog
         "trace": {**trace.about, "answers": len(trace.answers), "positions": _positions(trace)},
         "settings": {**vars(settings)},
         "points": points,
-        "overall": _overall(points),
+        "overall": overall(points),
     }
 
 
@@ -93,8 +93,8 @@ def _seeds(trace: Trace, curve: CostCurve, spec: str, settings: ReplaySettings) 
     return total
 
 
-def _overall(points: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Over all points: geometric mean of tokens per second relative to the best fixed length of each, and the worst."""
+def overall(points: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Over all points: geometric mean of tokens per second relative to the best fixed shape of each, and the worst."""
     found = {}
     for spec in points[0]["controllers"] if points else ():
         shares = [point["controllers"][spec]["of_best_fixed"] for point in points]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from eesd_lite.controller import any_controller, make_controller
 from eesd_lite.controllers_tree import FixedTree, TreeController
 from eesd_lite.progress import Progress, no_progress
-from eesd_lite.replay.player import Played, geometric_mean, play
+from eesd_lite.replay.compare import overall
+from eesd_lite.replay.player import Played, play
 from eesd_lite.replay.tree_curves import TREE_CURVES, Group, TreeCurve, make_tree_curve
 from eesd_lite.replay.tree_player import play_trees, tree_oracle
 from eesd_lite.replay.tree_trace import TreeTrace
@@ -72,7 +73,7 @@ def compare_trees(trace: TreeTrace, settings: TreeReplaySettings, progress: Prog
         "trace": {**trace.chains.about, "answers": len(trace.trees), "positions": positions},
         "settings": {**vars(settings)},
         "points": points,
-        "overall": _overall(points),
+        "overall": overall(points),
     }
 
 
@@ -126,17 +127,3 @@ def _seeds(trace: TreeTrace, curve: TreeCurve, spec: str, settings: TreeReplaySe
         for name, value in vars(one).items():
             setattr(total, name, getattr(total, name) + value)
     return total
-
-
-def _overall(points: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Over all points: geometric mean relative to the best fixed shape of each, and the worst."""
-    found = {}
-    for spec in points[0]["controllers"] if points else ():
-        shares = [point["controllers"][spec]["of_best_fixed"] for point in points]
-        of_oracle = [point["controllers"][spec]["of_oracle"] for point in points]
-        found[spec] = {
-            "of_best_fixed": round(geometric_mean(shares), 4),
-            "worst_of_best_fixed": min(shares),
-            "of_oracle": round(geometric_mean(of_oracle), 4),
-        }
-    return found
