@@ -74,7 +74,9 @@ def head_name(exit_layer: int) -> str:
 
 
 def train_heads(request: TrainRequest, progress: Progress = no_progress) -> list[HeadReport]:
-    """Run or continue a whole training; returns one report per exit layer, in the order asked for."""
+    """Run or continue a whole training; returns one report per exit layer, in the order asked for.
+
+    Under `accelerate launch` all processes call it, once: it leaves their group at its end."""
     from eesd_lite.prepare import resolve_model
 
     accelerator = Accelerator(
@@ -107,7 +109,15 @@ def train_heads(request: TrainRequest, progress: Progress = no_progress) -> list
         reports.append(report)
     if accelerator.is_main_process:
         _write_report(Path(request.out), reports)
+    leave_together(accelerator)
     return reports
+
+
+def leave_together(accelerator: Accelerator) -> None:
+    """End the group of processes of a launch, all at once. Without it a process that ends early takes its connections
+    down while threads of the group still use them, and is aborted now and then."""
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
 
 
 def check_exit_layers(exit_layers: Sequence[int], config: ModelConfig) -> None:

@@ -132,6 +132,7 @@ import torch
 torch.set_num_threads(1)
 sys.path[:0] = [{root!r}, {here!r}]
 from conftest import Tiny
+from eesd_lite.distill.run import leave_together
 from eesd_lite.distill.state_cache import StateCache
 from eesd_lite.distill.settings import TrainSettings
 from eesd_lite.distill.train import HeadTrainer
@@ -143,6 +144,8 @@ result = trainer.run()
 rank = trainer.accelerator.process_index
 assert trainer.accelerator.num_processes == 2
 torch.save(result.tensors, out / f"rank{{rank}}.pt")
+leave_together(trainer.accelerator)
+assert not torch.distributed.is_initialized()
 """
 
 
@@ -159,7 +162,7 @@ def test_two_processes_under_accelerate_launch_train_one_head(tiny, small_cache,
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=300, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     )
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode == 0, done.stderr  # whole: the reason stands before what the launcher says of it
     ranks = [torch.load(tmp_path / "out" / f"rank{r}.pt") for r in (0, 1)]
     assert all(torch.equal(ranks[0][name], ranks[1][name]) for name in ranks[0])
     assert not torch.equal(ranks[0]["affine.weight"], tiny.head()["affine.weight"])
