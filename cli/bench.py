@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from cli.common import Size, draft_vocab_option, quantize_option, reports_errors, weights_option
+from cli.common import Size, draft_vocab_option, drafter_option, quantize_option, reports_errors, weights_option
 from cli.render import ProgressDisplay
 
 
@@ -64,13 +64,7 @@ _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_pena
 @click.option("--head", help='Exit head: a file, "instant" or "random".  [default: the one that belongs to the model]')
 @weights_option
 @quantize_option
-@click.option(
-    "--drafter",
-    type=click.Choice(["head", "ngram", "both"]),
-    default="head",
-    show_default=True,
-    help="Draft with the exit head, from repeated text, or both.",
-)
+@drafter_option
 @draft_vocab_option
 @click.option(
     "--controllers",

@@ -15,8 +15,9 @@ from typing import Any
 import click
 
 from cli.bench import PATH, POSITIVE, Names
-from cli.common import reports_errors
+from cli.common import draft_vocab_option, reports_errors
 from cli.render import ProgressDisplay
+from eesd_lite.drafter_names import DRAFTERS
 
 
 @click.command("offload", short_help="Measure under real memory limits, beside other programs.")
@@ -27,6 +28,15 @@ from cli.render import ProgressDisplay
 @click.option("--whole-process", is_flag=True, help="--memory is the limit of the whole process, runtime included.")
 @click.option("--exit-layers", type=Names(), default="", help="Draft at these layers: 10,20.  [default: plain only]")
 @click.option("--head", help='Exit head: a file, "instant" or "random".  [default: the one that belongs to the model]')
+@click.option(
+    "--drafter",
+    "drafters",
+    type=Names(),
+    default="head",
+    show_default=True,
+    help=f"Who drafts: {', '.join(DRAFTERS)}, or several, by commas; ngram needs no exit layer.",
+)
+@draft_vocab_option
 @click.option("--controllers", type=Names(), default="calibrated", show_default=True, help="Beside plain decoding.")
 @click.option(
     "--link-rates", "rates", type=Names(), default="disk", show_default=True, help="disk,400MB/s,... (simulated)."

@@ -24,6 +24,7 @@ from cli.common import (
     Rate,
     Size,
     draft_vocab_option,
+    drafter_option,
     is_terminal,
     program_name,
     quantize_option,
@@ -157,13 +158,7 @@ def make_command(open_engine: OpenEngine = open_engine) -> click.Command:
         help="How much to draft: calibrated, beta, fixed:K, hf or off; tree and tree:NODES draft branches.",
     )
     @click.option("--head", metavar="PATH|off|instant", help="Exit head file; instant: make one now.")
-    @click.option(
-        "--drafter",
-        type=click.Choice(["head", "ngram", "both"]),
-        default="head",
-        show_default=True,
-        help="Draft with the exit head, from repeated text (needs no head), or both.",
-    )
+    @drafter_option
     @draft_vocab_option
     @click.option("--force-head", is_flag=True, help="Take a head made for another model (can only cost speed).")
     @weights_option

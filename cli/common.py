@@ -14,6 +14,7 @@ from typing import Any, TextIO, TypeVar
 
 import click
 
+from eesd_lite.drafter_names import DRAFTERS
 from eesd_lite.errors import USER_ERRORS, BudgetError
 from eesd_lite.units import parse_size
 
@@ -52,6 +53,15 @@ weights_option = click.option(
 
 quantize_option = click.option(
     "--quantize", type=click.Choice(["nf4", "fp4"]), help="Load a 16-bit MODEL in bitsandbytes' 4-bit form."
+)
+
+
+drafter_option = click.option(
+    "--drafter",
+    type=click.Choice(DRAFTERS),
+    default="head",
+    show_default=True,
+    help="Draft with the exit head, from repeated text (needs no head), or both.",
 )
 
 

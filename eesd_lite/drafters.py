@@ -4,26 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from eesd_lite.errors import EesdError
+from eesd_lite.drafter_names import NGRAM
 from eesd_lite.exit_head import ExitHead
 from eesd_lite.ngram_tree import NgramTreeDrafter
 from eesd_lite.sampling import Sampler
 from eesd_lite.speculative import Drafter, HeadDrafter
 from eesd_lite.target import Target
 
-DRAFTERS = ("head", "ngram", "both")
 DrafterFactory = Callable[[Target, Sampler], Drafter]
-
-
-def check_drafter(name: str) -> None:
-    """EesdError for a name that is none of DRAFTERS."""
-    if name not in DRAFTERS:
-        raise EesdError(f"drafter must be one of {', '.join(DRAFTERS)}, not '{name}'")
 
 
 def drafter_factory(name: str, head: ExitHead | None) -> DrafterFactory | None:
     """Makes a generation's drafter; None where nobody can draft. `both` without a head is `ngram`."""
-    if name == "ngram" or (name == "both" and head is None):
+    if name == NGRAM or (name == "both" and head is None):
         return lambda target, sampler: NgramTreeDrafter()
     if head is None:
         return None

@@ -15,7 +15,7 @@ from eesd_lite.config import ModelConfig
 from eesd_lite.contradictions import contradictions
 from eesd_lite.controller import draft_limit_for
 from eesd_lite.draft_vocabulary import check_size, most_frequent
-from eesd_lite.drafters import check_drafter
+from eesd_lite.drafter_names import check_drafter
 from eesd_lite.errors import EesdError
 from eesd_lite.exit_head import ExitHead
 from eesd_lite.head_choice import choose_head, ids_by_frequency

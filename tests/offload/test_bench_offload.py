@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.tiny import Tiny, TinySpec
 
 SPEC = TinySpec(layers=6)
 MEMORY = 64 << 20
+SOURCES = ("exit 2", "ngram", "exit 2 and n-grams")
 
 GREEDY_FOR_MEMORY = """
 import json, sys
@@ -49,8 +51,8 @@ def report(tiny_of: Callable[[TinySpec], Tiny], tmp_path_factory: pytest.TempPat
         found = run_offload(
             OffloadSettings(
                 model=str(tiny_of(SPEC).folder), memories=(MEMORY,), exit_layers=(2,), head="random", context=256,
-                controllers=("off", "fixed:2", "calibrated"), rates=(None,), threads=1, limit_prompts=2,
-                max_new_tokens=8,
+                drafters=("head", "ngram", "both"), draft_vocab=32, controllers=("off", "fixed:2", "calibrated"),
+                rates=(None,), threads=1, limit_prompts=2, max_new_tokens=8,
             )
         )  # fmt: skip
     slower = copy.deepcopy(found["points"][0]) | {"link_bytes_per_second": 5e6, "simulated": True}
@@ -60,8 +62,9 @@ def report(tiny_of: Callable[[TinySpec], Tiny], tmp_path_factory: pytest.TempPat
 def test_every_point_has_every_contender_with_the_ids_of_plain_decoding_under_a_real_limit(
     report: dict[str, Any],
 ) -> None:
+    drafting = [f"{who}, {how}" for who in SOURCES for how in ("fixed:2", "calibrated")]
     for point in report["points"]:
-        assert set(point["contenders"]) == {"off", "exit 2, fixed:2", "exit 2, calibrated"} and not point["skipped"]
+        assert list(point["contenders"]) == ["off", *drafting] and not point["skipped"]
         for name, figures in point["contenders"].items():
             assert figures["identical"] is True, name
             assert figures["limit_method"] in ("cgroup v1", "cgroup v2", "rlimit")
@@ -69,7 +72,15 @@ def test_every_point_has_every_contender_with_the_ids_of_plain_decoding_under_a_
                 assert 0 < figures["peak_bytes"] <= figures["limit_bytes"]
             assert figures["draft_offloaded_bytes"] == 0 and figures["tokens"] == 16
             assert sum(figures["draft_length_histogram"]) == figures["rounds"]
-        assert point["contenders"]["exit 2, fixed:2"]["drafted"] > 0 == point["contenders"]["off"]["drafted"]
+        drafted = {name: figures["drafted"] for name, figures in point["contenders"].items()}
+        assert drafted["exit 2, fixed:2"] > 0 and drafted["exit 2 and n-grams, fixed:2"] > 0 == drafted["off"]
+
+
+def test_n_grams_take_part_without_an_exit_layer_and_each_once() -> None:
+    settings = OffloadSettings(model="x", memories=(MEMORY,), drafters=("ngram", "head", "ngram"))
+    assert settings.sources == (("ngram", None),)
+    assert replace(settings, exit_layers=(2, 4)).sources == (("ngram", None), ("head", 2), ("head", 4))
+    assert replace(settings, controllers=("off",)).sources == ()
 
 
 def test_a_contender_that_its_limit_kills_is_reported_and_the_reason_named(
@@ -119,6 +130,8 @@ def test_pictures_are_drawn_from_the_report_alone(report: dict[str, Any], tmp_pa
         (["--memory", "64MiB", "--link-rates", "0MB/s"], "not a rate above 0"),
         (["--memory", "64MiB", "--exit-layers", "ten"], "'ten' is not a layer number"),
         (["--memory", "64MiB", "--exit-layers", "2", "--controllers", "off"], "without a controller that drafts"),
+        (["--memory", "64MiB", "--drafter", "head,tail"], "drafter must be one of head, ngram, both, not 'tail'"),
+        (["--memory", "64MiB", "--drafter", "both"], "--drafter both needs layers to draft at"),
     ],
 )
 def test_bad_arguments_are_named_before_anything_is_loaded(arguments: list[str], message: str) -> None:

@@ -30,10 +30,10 @@ Specs = Callable[[int], dict[str, PeerSpec | str]]  # memory -> spec by name, or
 
 
 def worker_spec(
-    settings: OffloadSettings, source: ModelSource, memory: int, rate: float | None, exit_layer: int | None,
-    eos: tuple[int, ...],
+    settings: OffloadSettings, source: ModelSource, memory: int, rate: float | None, eos: tuple[int, ...], *,
+    drafter: str | None = None, exit_layer: int | None = None,
 ) -> PeerSpec:  # fmt: skip
-    """Our engine at one exit layer, or without a head."""
+    """Our engine with one drafter, at one exit layer where that needs one; plain decoding without a drafter."""
     options: dict[str, Any] = {
         "device_memory": memory - MARGIN - (RUNTIME_BYTES if settings.whole_process else 0),
         "context": settings.context,
@@ -41,10 +41,11 @@ def worker_spec(
         "throttle": rate,
         "draft_limit": settings.longest_draft,
         "controller": "off",
+        "drafter": drafter or "head",
         "head": "off" if exit_layer is None else settings.head,
     }
     if exit_layer is not None:
-        options["exit_layer"] = exit_layer
+        options |= {"exit_layer": exit_layer, "draft_vocab": settings.draft_vocab}
     values = {"model": str(source.folder) if source.recipe is None else source.name, "options": options, "sampling": {}}
     return PeerSpec(
         "eesd", sys.executable, values, eos, settings.limit_prompts, settings.max_new_tokens, command=worker.COMMAND

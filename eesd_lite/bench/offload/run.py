@@ -83,7 +83,9 @@ def _point(
     skipped: dict[str, str] = {}
     with ExitStack() as stack:
 
-        def start(name: str, spec: PeerSpec | str, controllers: Sequence[str | None], exit_layer: int | None) -> None:
+        def start(
+            name: str, spec: PeerSpec | str, controllers: Sequence[str | None], exit_layer: int | None = None
+        ) -> None:
             progress(f"starting {name}", 0, 0)
             try:
                 if isinstance(spec, str):
@@ -92,17 +94,17 @@ def _point(
             except (PeerMissing, EesdError) as reason:
                 skipped[name] = str(reason)
                 return
-            names = [name if control is None else _name(exit_layer, control) for control in controllers]
+            names = [name if control in (None, PLAIN) else f"{name}, {control}" for control in controllers]
             contenders.extend(
                 Contender(label, peer, control, exit_layer) for label, control in zip(names, controllers, strict=True)
             )
 
-        start(PLAIN, worker_spec(settings, source, memory, rate, None, eos), [PLAIN], None)
-        for exit_layer in settings.exit_layers:
-            spec = worker_spec(settings, source, memory, rate, exit_layer, eos)
-            start(f"exit {exit_layer}", spec, settings.drafting, exit_layer)
+        start(PLAIN, worker_spec(settings, source, memory, rate, eos), [PLAIN])
+        for drafter, exit_layer in settings.sources:
+            spec = worker_spec(settings, source, memory, rate, eos, drafter=drafter, exit_layer=exit_layer)
+            start(_name(drafter, exit_layer), spec, settings.drafting, exit_layer)
         for name, peer_spec in peers.items():
-            start(name, peer_spec, [None], None)
+            start(name, peer_spec, [None])
         if not any(contender.controller == PLAIN for contender in contenders):
             raise EesdError(f"plain decoding does not run in {memory >> 20} MiB: {skipped[PLAIN]}")
         raw = _take_turns(settings, contenders, ids, progress)
@@ -119,8 +121,11 @@ def _point(
     }
 
 
-def _name(exit_layer: int | None, controller: str) -> str:
-    return controller if exit_layer is None else f"exit {exit_layer}, {controller}"
+def _name(drafter: str, exit_layer: int | None) -> str:
+    """As reports call it."""
+    if exit_layer is None:
+        return drafter
+    return f"exit {exit_layer}" if drafter == "head" else f"exit {exit_layer} and n-grams"
 
 
 def _start(spec: PeerSpec, settings: OffloadSettings, memory: int, stack: ExitStack) -> Peer:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from eesd_lite.bench.settings import PLAIN
 from eesd_lite.controller import any_controller, draft_limit_for
+from eesd_lite.drafter_names import NGRAM, check_drafter
 from eesd_lite.errors import EesdError
 from eesd_lite.units import parse_size
 
@@ -24,6 +25,8 @@ class OffloadSettings:
     exit_layers: tuple[int, ...] = ()  # empty: plain decoding only
     controllers: tuple[str, ...] = ("calibrated",)
     head: str | None = None  # a file, "instant" or "random"; None: the one that belongs to the model
+    drafters: tuple[str, ...] = ("head",)
+    draft_vocab: int | None = None  # heads draft so many of the most frequent tokens; None: all
     rates: tuple[float | None, ...] = (None,)
     baselines: tuple[str, ...] = ()
     whole_process: bool = False  # the limit counts the runtime too, instead of coming on top of it
@@ -46,8 +49,12 @@ class OffloadSettings:
             raise EesdError(f"unknown baseline {unknown[0]!r}; known: {', '.join(BASELINES)}")
         if not self.memories or min(self.memories) <= MARGIN:
             raise EesdError(f"--memory: give one size or more, each above {MARGIN >> 20} MiB")
+        for name in self.drafters:
+            check_drafter(name)
         if len(self.exit_layers) > 0 and self.drafting == ():
             raise EesdError("--exit-layers without a controller that drafts; name one with --controllers")
+        if "both" in self.drafters and not self.exit_layers:
+            raise EesdError("--drafter both needs layers to draft at; name them with --exit-layers")
 
     @property
     def longest_draft(self) -> int:
@@ -55,6 +62,14 @@ class OffloadSettings:
         if self.draft_limit is not None:
             return self.draft_limit
         return max(draft_limit_for(spec) for spec in ("off", *self.controllers))
+
+    @property
+    def sources(self) -> tuple[tuple[str, int | None], ...]:
+        """Who drafts, and at which layer: each once, None for n-grams, which need none."""
+        found: list[tuple[str, int | None]] = []
+        for drafter in dict.fromkeys(self.drafters):
+            found += [(drafter, None)] if drafter == NGRAM else [(drafter, layer) for layer in self.exit_layers]
+        return tuple(found) if self.drafting else ()
 
     @property
     def drafting(self) -> tuple[str, ...]:
