@@ -7,6 +7,7 @@ it over processes, by gloo on CPUs: `accelerate launch --multi_gpu --num_process
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from eesd_lite.distill.run import HeadReport
 
 TOKENS, INSTANT_TOKENS, EPOCHS = 1_000_000, 50_000, 4.0
+CONTINUED_RATE = 0.3  # a finished head goes on with smaller steps than a closed form
 
 
 class Layers(click.ParamType):
@@ -68,6 +70,12 @@ class Layers(click.ParamType):
     metavar="N",
     help="Time for each head, instead of --epochs.",
 )
+@click.option(
+    "--start",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    metavar="DIR",
+    help="Go on from the heads in DIR, at a third of the learning rate.",
+)
 @quantize_option
 @click.option("--instant", is_flag=True, help="Stop after the closed form: usable heads in about a minute.")
 @click.option("--estimate", "only_estimate", is_flag=True, help="Only say what it would take.")
@@ -82,6 +90,8 @@ def train(model: str, *, out: Path | None, only_estimate: bool, **options: Any) 
         raise click.UsageError("--out DIR says where the heads go (or ask for --estimate only)")
     if options["epochs"] is not None and options["minutes"] is not None:
         raise click.UsageError("--epochs and --minutes exclude each other")
+    if options["start"] is not None and options["instant"]:
+        raise click.UsageError("--start and --instant exclude each other")
     if options["tokens"] is None:
         options["tokens"] = INSTANT_TOKENS if options["instant"] else TOKENS
     if os.environ.get("RANK", "0") != "0":  # accelerate launch: only the first process talks
@@ -95,9 +105,10 @@ def train(model: str, *, out: Path | None, only_estimate: bool, **options: Any) 
         return
     with display.showing("loading the trainer"):
         reports = _train(model, Path(str(out)), options, display)
+    begun = "closed form" if options["start"] is None else "at the start"
     for report in reports:
         click.echo(
-            f"{report.path}  agreement {report.quality.agreement:.3f} (closed form {report.start.agreement:.3f})  "
+            f"{report.path}  agreement {report.quality.agreement:.3f} ({begun} {report.start.agreement:.3f})  "
             f"overlap {report.quality.overlap:.3f}  tau {report.tau:.2f}  {report.minutes:.1f} min"
         )
     click.echo(f"use one with: eesd-chat {model} --head {reports[0].path}", err=True)
@@ -133,11 +144,13 @@ def _train(model: str, out: Path, options: dict[str, Any], progress: Progress) -
     from eesd_lite.distill.train import TrainSettings
 
     settings = TrainSettings(epochs=options["epochs"] or EPOCHS, minutes=options["minutes"], seed=options["seed"])
+    if options["start"] is not None:
+        settings = replace(settings, learning_rate=settings.learning_rate * CONTINUED_RATE)
     request = TrainRequest(
         model=model,
         out=out,
         settings=settings,
-        **{name: options[name] for name in ("exit_layers", "tokens", "data", "instant", "seed", "quantize")},
+        **{name: options[name] for name in ("exit_layers", "tokens", "data", "instant", "start", "seed", "quantize")},
     )
     return train_heads(request, progress)
 

@@ -7,6 +7,7 @@ scale is undone by the norm that follows, so which scale to fit is ours to choos
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -40,11 +41,19 @@ class TargetParts:
 
 @dataclass(frozen=True)
 class Start:
-    """A closed-form head: file-ready tensors, which weighting won, and how good it is on held-out rows."""
+    """A head to train on: file-ready tensors, which weighting won, and how good it is on held-out rows."""
 
     tensors: dict[str, Tensor]
-    variant: str
+    variant: str  # one of VARIANTS, or "given"
     quality: Quality
+
+    @property
+    def name(self) -> str:
+        """What a checkpoint remembers of its start: nothing of a closed form, which follows from the states."""
+        if self.variant != "given":
+            return ""
+        norm = self.tensors["norm.weight"].numpy().tobytes() + self.tensors["affine.bias"].numpy().tobytes()
+        return hashlib.sha256(norm).hexdigest()[:16]
 
 
 def split(cache: StateCache, held_out_share: float = 0.03) -> tuple[range, range]:
@@ -98,6 +107,22 @@ def instant_head(
             best = Start(tensors, variant, quality)
     assert best is not None
     return best
+
+
+def given_head(
+    tensors: Mapping[str, Tensor],
+    cache: StateCache,
+    exit_layer: int,
+    parts: TargetParts,
+    *,
+    eval_positions: int = 4096,
+    compute: torch.dtype = torch.bfloat16,
+) -> Start:
+    """A finished head as the start of more training, judged on this cache's held-out rows."""
+    head = ExitHead(parts.shape, parts.reaches[exit_layer], eps=parts.rms_norm_eps, compute=compute).load(tensors)
+    _, held_out = split(cache)
+    quality = measure(head, cache, exit_layer, parts, sequences=held_out, positions=eval_positions)
+    return Start(head.tensors(), "given", quality)
 
 
 def _first(cache: StateCache, sequences: range, max_tokens: int) -> range:

@@ -23,13 +23,13 @@ from eesd_lite.config import ModelConfig
 from eesd_lite.distill import texts
 from eesd_lite.distill.real_tau import measure_tau
 from eesd_lite.distill.report import Quality
-from eesd_lite.distill.ridge import TargetParts, instant_head
+from eesd_lite.distill.ridge import Start, TargetParts, given_head, instant_head
 from eesd_lite.distill.settings import TrainSettings
 from eesd_lite.distill.state_cache import StateCache, cache_bytes
 from eesd_lite.distill.train import HeadTrainer, TrainResult
 from eesd_lite.draft_vocabulary import frequency_order
 from eesd_lite.errors import PrepareError
-from eesd_lite.head_file import save_head, states_fingerprint
+from eesd_lite.head_file import load_head, save_head, states_fingerprint
 from eesd_lite.layer_shapes import HeadShape, layer_prefix
 from eesd_lite.progress import Progress, no_progress
 from eesd_lite.rope import layer_reaches
@@ -49,6 +49,7 @@ class TrainRequest:
     samples: int | None = None
     cache: Path | None = None
     instant: bool = False
+    start: Path | None = None  # a folder of finished heads to go on from; None: the closed form
     quantize: str | None = None  # nf4 or fp4: the teacher is the 16-bit model in 4 bits, as it will be run
     seed: int = 0
     settings: TrainSettings = field(default_factory=TrainSettings)
@@ -56,11 +57,11 @@ class TrainRequest:
 
 @dataclass(frozen=True)
 class HeadReport:
-    """One line of the report. `start` is the closed form, `quality` the head as saved."""
+    """One line of the report. `start` is the closed form or the given head, `quality` the head as saved."""
 
     exit_layer: int
     path: Path
-    variant: str
+    variant: str  # how the start was solved, or "given"
     start: Quality
     quality: Quality
     tokens: int
@@ -204,7 +205,9 @@ def _one_head(
 ) -> HeadReport:
     settings = request.settings
     begun = time.monotonic()
-    start = instant_head(cache, exit_layer, parts, compute=getattr(torch, settings.compute), progress=progress)
+    compute = getattr(torch, settings.compute)
+    start = _given(request.start, exit_layer, cache, parts, config, compute) if request.start else None
+    start = start or instant_head(cache, exit_layer, parts, compute=compute, progress=progress)
     result: TrainResult | None = None
     if not request.instant:
         trainer = HeadTrainer(
@@ -212,6 +215,7 @@ def _one_head(
             exit_layer,
             parts,
             start=start.tensors,
+            start_name=start.name,
             out=Path(request.out),
             settings=settings,
             accelerator=accelerator,
@@ -249,6 +253,14 @@ def _one_head(
             draft_vocab=torch.from_numpy(frequency_order(cache.tokens)),
         )
     return report
+
+
+def _given(
+    folder: Path, exit_layer: int, cache: StateCache, parts: TargetParts, config: ModelConfig, compute: torch.dtype
+) -> Start:
+    """The finished head for `exit_layer` in `folder`; HeadError where there is none, or one of another model."""
+    head = load_head(folder / head_name(exit_layer), config, cache.meta.fingerprint.split("-")[0])
+    return given_head(head.tensors, cache, exit_layer, parts, compute=compute)
 
 
 def _write_report(out: Path, reports: Sequence[HeadReport]) -> None:

@@ -86,13 +86,14 @@ class HeadTrainer:
         parts: TargetParts,
         *,
         start: dict[str, Tensor],
+        start_name: str = "",
         out: Path,
         settings: TrainSettings,
         accelerator: Accelerator | None = None,
         progress: Progress = no_progress,
     ) -> None:
         self.cache, self.exit_layer, self.parts = cache, exit_layer, parts
-        self.settings, self.progress = settings, progress
+        self.settings, self.progress, self.start_name = settings, progress, start_name
         self.accelerator = accelerator or Accelerator(cpu=not torch.cuda.is_available(), mixed_precision="no")
         self.out = Path(out)
         self.out.mkdir(parents=True, exist_ok=True)
@@ -147,7 +148,8 @@ class HeadTrainer:
         meta = self.cache.meta
         length = ("minutes", "steps", "epochs", "checkpoint_minutes", "checkpoint_steps")
         settings = {k: v for k, v in asdict(self.settings).items() if k not in length}
-        return {"exit": self.exit_layer, "fingerprint": meta.fingerprint, "tokens": meta.tokens, **settings}
+        start = {"start": self.start_name} if self.start_name else {}
+        return {"exit": self.exit_layer, "fingerprint": meta.fingerprint, "tokens": meta.tokens, **settings, **start}
 
     def save(self) -> None:
         if self.accelerator.is_main_process:

@@ -60,6 +60,8 @@ def test_help_of_eesd_chat_imports_nothing_heavy() -> None:
         ("eesd", ["train", "model", "--exit-layers", "6"], "--out DIR"),
         ("eesd", ["train", "m", "--exit-layers=6", "--out=x", "--epochs=1", "--minutes=1"], "exclude each other"),
         ("eesd", ["train", "m", "--exit-layers", "6", "--out", "x", "--data", "/no/such.jsonl"], "does not exist"),
+        ("eesd", ["train", "m", "--exit-layers", "6", "--out", "x", "--start", "/no/such/heads"], "does not exist"),
+        ("eesd", ["train", "m", "--exit-layers=6", "--out=x", "--start=/", "--instant"], "exclude each other"),
         ("eesd", ["cache", "rm"], "Missing argument 'NAME...'"),
         ("eesd_chat", [], "which model?"),
         ("eesd_chat", ["model", "--what"], "No such option '--what'"),

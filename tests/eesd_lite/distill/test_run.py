@@ -11,8 +11,8 @@ from eesd_lite.distill.run import TrainRequest, head_name, train_heads
 from eesd_lite.distill.settings import TrainSettings
 from eesd_lite.distill.state_cache import StateCache
 from eesd_lite.distill.teacher import DenseTarget, cache_texts
-from eesd_lite.errors import PrepareError
-from eesd_lite.head_file import folder_fingerprint, load_head
+from eesd_lite.errors import HeadError, PrepareError
+from eesd_lite.head_file import folder_fingerprint, load_head, save_head
 from quant.checkpoint import Checkpoint
 from tests.eesd_lite.tiny_tokenizers import byte_level
 
@@ -116,6 +116,27 @@ def test_instant_stops_after_the_closed_form(tiny, target: Path, states: Path, t
     # The last layer follows exit 3 directly, so its copy and an affine map are nearly the target itself.
     assert report.quality.agreement > 0.8
     assert report.tau > 2  # right four times in five: 3.4 tokens a round of four drafts, were rounds independent
+
+
+def test_a_finished_head_is_trained_further_and_only_by_its_own_model(
+    tiny, target: Path, states: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr("eesd_lite.distill.run.measure_tau", lambda *_: 0.0)  # judged above
+    request = TrainRequest(model=str(target), exit_layers=(3,), out=tmp_path / "a", cache=states, settings=SETTINGS)
+    first = train_heads(request)[0]
+    onward = replace(request, out=tmp_path / "b", start=tmp_path / "a")
+    still = replace(onward, out=tmp_path / "c", settings=replace(SETTINGS, learning_rate=0.0))
+    begun, unmoved = train_heads(onward)[0], train_heads(still)[0]
+    assert begun.variant == "given" and begun.start.agreement == first.quality.agreement
+    old, new, same = (load_head(tmp_path / name / head_name(3), tiny.config).tensors for name in "abc")
+    assert all(torch.equal(same[name], old[name]) for name in old), unmoved
+    assert not torch.equal(new["affine.weight"], old["affine.weight"])
+    with pytest.raises(HeadError, match="no such head file"):
+        train_heads(replace(onward, out=tmp_path / "d", exit_layers=(1,)))
+    head = load_head(first.path, tiny.config)
+    save_head(first.path, head.tensors, config=tiny.config, exit_layer=3, fingerprint="f" * 64, summary=head.summary)
+    with pytest.raises(HeadError, match="made for another target"):
+        train_heads(replace(onward, out=tmp_path / "e"))
 
 
 def test_the_users_own_text_is_cached_once(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
