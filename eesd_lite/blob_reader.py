@@ -35,13 +35,14 @@ class BlobReader:
         self._due = 0.0
         self._lock = threading.Lock()
 
-    def read(self, path: Path, buffer: Tensor, nbytes: int) -> None:
-        """Fill the first `nbytes` (a multiple of BLOCK) of `buffer` (uint8); StreamError names the file."""
-        assert nbytes % BLOCK == 0 and buffer.numel() >= nbytes, (nbytes, buffer.numel())
+    def read(self, path: Path, buffer: Tensor, nbytes: int, offset: int = 0) -> None:
+        """Fill the first `nbytes` of `buffer` (uint8) from `offset` on, both multiples of BLOCK; StreamError names the
+        file."""
+        assert nbytes % BLOCK == offset % BLOCK == 0 and buffer.numel() >= nbytes, (nbytes, offset, buffer.numel())
         started = time.perf_counter()
         target = memoryview(buffer.numpy().data)[:nbytes]
         try:
-            count = self._read_once(path, target)
+            count = self._read_once(path, target, offset)
         except OSError as error:
             raise StreamError(f"{path}: reading offloaded weights failed ({error.strerror or error})") from None
         if count != nbytes:
@@ -50,25 +51,25 @@ class BlobReader:
             )
         self._wait(started, nbytes)
 
-    def _read_once(self, path: Path, target: memoryview) -> int:
+    def _read_once(self, path: Path, target: memoryview, offset: int) -> int:
         try:
-            return self._read_all(self._open(path), target)
+            return self._read_all(self._open(path), target, offset)
         except OSError:
             if self.mode != "direct":
                 raise
         # Some file systems (tmpfs) refuse O_DIRECT at open or at read: read buffered from here on.
         self.mode = "buffered"
-        return self._read_all(self._open(path), target)
+        return self._read_all(self._open(path), target, offset)
 
-    def _read_all(self, descriptor: int, target: memoryview) -> int:
+    def _read_all(self, descriptor: int, target: memoryview, offset: int) -> int:
         done = 0
         while done < len(target):
-            count = os.preadv(descriptor, [target[done:]], done)
+            count = os.preadv(descriptor, [target[done:]], offset + done)
             if count == 0:
                 break
             done += count
         if self.mode == "buffered" and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(descriptor, offset, done, os.POSIX_FADV_DONTNEED)
         return done
 
     def _open(self, path: Path) -> int:

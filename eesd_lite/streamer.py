@@ -1,8 +1,10 @@
 """Background fetching of offloaded layers into a small ring of buffers, in sweep order, without end.
 
 Threads read the next layers whenever slots are free, wrapping around from the last layer to the first: while drafting
-runs, the first layers of the coming sweep arrive. The consumer takes layers strictly in order, each exactly once per
-sweep. An error on a thread is raised at the next `layer` call; `abandon` makes an interrupted sweep start anew.
+runs, the first layers of the coming sweep arrive. All threads read parts of one layer: two layers side by side would
+end together, and nothing would be read while the first of them is computed. The consumer takes layers strictly in
+order, each exactly once per sweep. An error on a thread is raised at the next `layer` call; `abandon` makes an
+interrupted sweep start anew.
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ from typing import Protocol
 from torch import Tensor
 
 from eesd_lite.errors import StreamError
-from eesd_lite.layer_blob import BlobLayout
+from eesd_lite.layer_blob import BLOCK, BlobLayout
 from eesd_lite.packed_store import PackedStore
 from eesd_lite.transformer import DecoderLayer
 
 Bind = Callable[[BlobLayout, Tensor], DecoderLayer]
+SMALLEST_PART = 512 << 10  # bytes: smaller reads cost a disk more than they gain
 
 
 class Reader(Protocol):
@@ -31,7 +34,9 @@ class Reader(Protocol):
         """How many reads may be under way at once."""
         ...
 
-    def read(self, path: Path, buffer: Tensor, nbytes: int) -> None: ...
+    def read(self, path: Path, buffer: Tensor, nbytes: int, offset: int = 0) -> None:
+        """Bytes from `offset` of the file on into the first `nbytes` of `buffer`."""
+        ...
 
     def close(self) -> None: ...
 
@@ -42,9 +47,10 @@ class Slot(Protocol):
     @property
     def buffer(self) -> Tensor: ...
 
-    def begin_fill(self) -> None: ...  # reader thread: wait until the buffer may be overwritten
+    # Reader threads, every one before its part: wait until the buffer may be overwritten. One at a time.
+    def begin_fill(self) -> None: ...
 
-    def end_fill(self, nbytes: int) -> None: ...  # reader thread: the bytes are in `buffer`
+    def end_fill(self, nbytes: int) -> None: ...  # reader thread: all bytes are in `buffer`
 
     def copy_fill(self, source: Tensor, nbytes: int) -> None: ...  # reader thread: instead of both, from host memory
 
@@ -105,10 +111,13 @@ class LayerStreamer:
         # Entered directly: Ctrl-C could strike inside Condition.__enter__ and leave the lock taken for good.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._claimed = 0  # layers that a thread has read or is reading since the last restart, in sweep order
-        self._filled: set[int] = set()  # of those, the ones that lie in their slot: number n in slot n % ring
+        self._claimed = 0  # layers that threads have read or are reading since the last restart, in sweep order
+        self._next_part = 0  # of the layer after those
+        self._parts_read: dict[int, int] = {}  # of layers whose parts are not all there
+        self._filled: set[int] = set()  # layers that lie in their slot: number n in slot n % ring
         self._taken = 0  # layers that the consumer has finished with
-        self._reading: set[int] = set()  # slots that a thread writes to, even for a sweep that was abandoned
+        self._writing = [0] * len(self._slots)  # threads that write to a slot, even for a sweep that was abandoned
+        self._beginning = [threading.Lock() for _ in self._slots]
         self._checked: set[int] = set()  # layers whose content was compared with its checksum
         self._restarts = 0
         self.waited_seconds = 0.0  # of the consumer, for layers that were not there yet
@@ -116,7 +125,7 @@ class LayerStreamer:
         self._reads, self._reads_since = 0, 0.0
         self._error: Exception | None = None
         self._closed = False
-        count = max(1, min(reader.parallel, len(slots)))
+        count = max(1, reader.parallel)
         self._threads = [threading.Thread(target=self._run, name="eesd-streamer", daemon=True) for _ in range(count)]
         for thread in self._threads:
             thread.start()
@@ -174,8 +183,9 @@ class LayerStreamer:
             self._changed.notify_all()  # `done` may have been interrupted before it said so
 
     def _restart(self) -> None:
-        self._claimed = self._taken = 0
+        self._claimed = self._taken = self._next_part = 0
         self._filled.clear()
+        self._parts_read.clear()
         self._restarts += 1
         self._changed.notify_all()
 
@@ -190,45 +200,80 @@ class LayerStreamer:
 
     def _run(self) -> None:
         while (claim := self._claim()) is not None:
-            number, restarts = claim
+            number, part, restarts = claim
             error: Exception | None = None
+            whole = False
             try:
-                self._fill(number)
+                self._read(number, part)
+                whole = self._is_whole(number, restarts)
+                if whole:
+                    self._finish(number)
             except Exception as raised:  # whatever it is, the consumer must hear of it instead of waiting for ever
                 error = raised if isinstance(raised, StreamError) else StreamError(f"reading failed: {raised}")
             with self._lock:
                 self._count_reads(-1)
-                self._reading.discard(number % len(self._slots))
+                self._writing[number % len(self._slots)] -= 1
                 if restarts == self._restarts:  # else the sweep was abandoned meanwhile: read again from its start
-                    if error is None:
-                        self._filled.add(number)
-                    else:
+                    if error is not None:
                         self._error = self._error or error
+                    elif whole:
+                        self._filled.add(number)
                 self._changed.notify_all()
 
-    def _claim(self) -> tuple[int, int] | None:
-        """The next number to read and the restarts so far, once its slot is free; None when the streamer is closed."""
+    def _claim(self) -> tuple[int, int, int] | None:
+        """The next number, which part of it to read once its slot is free, and the restarts so far; None: closed."""
         with self._lock:
             while not self._closed:
-                slot = self._claimed % len(self._slots)
-                free = self._claimed - self._taken < len(self._slots) and slot not in self._reading
+                number, part = self._claimed, self._next_part
+                slot = number % len(self._slots)
+                free = part > 0 or (number - self._taken < len(self._slots) and not self._writing[slot])
                 if free and self._error is None:
-                    self._reading.add(slot)
-                    self._claimed += 1
+                    self._writing[slot] += 1
+                    self._next_part += 1
+                    if self._next_part == len(self._parts(number)):
+                        self._claimed, self._next_part = number + 1, 0
                     self._count_reads(1)
-                    return self._claimed - 1, self._restarts
+                    return number, part, self._restarts
                 self._changed.wait()
             return None
 
-    def _fill(self, number: int) -> None:
+    def _parts(self, number: int) -> list[tuple[int, int]]:
+        """Where each part of the layer begins and ends: one a thread, unless the layer is small or in host memory."""
+        index = self.layers[number % len(self.layers)]
+        nbytes = self._store.layouts[index].nbytes
+        count = 1 if index in self.host else max(1, min(len(self._threads), nbytes // SMALLEST_PART))
+        cuts = [nbytes // BLOCK * part // count * BLOCK for part in range(count)]
+        return list(zip(cuts, [*cuts[1:], nbytes], strict=True))
+
+    def _read(self, number: int, part: int) -> None:
+        index = self.layers[number % len(self.layers)]
+        slot = self._slots[number % len(self._slots)]
+        if index in self.host:
+            return
+        with self._beginning[number % len(self._slots)]:
+            slot.begin_fill()
+        begin, end = self._parts(number)[part]
+        self.reader.read(self._store.path(index), slot.buffer[begin:], end - begin, begin)
+
+    def _is_whole(self, number: int, restarts: int) -> bool:
+        """Counts a part that was read; True for the last one of its layer."""
+        with self._lock:
+            if restarts != self._restarts:
+                return False
+            count = self._parts_read.pop(number, 0) + 1
+            if count == len(self._parts(number)):
+                return True
+            self._parts_read[number] = count
+            return False
+
+    def _finish(self, number: int) -> None:
+        """All bytes are there, or lie in host memory."""
         index = self.layers[number % len(self.layers)]
         slot = self._slots[number % len(self._slots)]
         nbytes = self._store.layouts[index].nbytes
         if index in self.host:
             slot.copy_fill(self.host[index], nbytes)
             return
-        slot.begin_fill()
-        self.reader.read(self._store.path(index), slot.buffer, nbytes)
         if index not in self._checked:  # once: a sweep has no time for more
             self._store.check(index, slot.buffer)
             self._checked.add(index)

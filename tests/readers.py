@@ -26,13 +26,13 @@ class WatchedReader:
         self.names: list[str] = []  # files that were read, in order
         self.closed = False
 
-    def read(self, path: Path, buffer: Tensor, nbytes: int) -> None:
+    def read(self, path: Path, buffer: Tensor, nbytes: int, offset: int = 0) -> None:
         self.started += 1
         if self._permits is not None and not self.closed:
             self._permits.acquire()
         if self._before is not None:
             self._before(self.started)
-        self._inner.read(path, buffer, nbytes)
+        self._inner.read(path, buffer, nbytes, offset)
         self.names.append(path.name)
 
     def release(self, count: int = 1000) -> None:

@@ -25,9 +25,9 @@ class SlowReader(BlobReader):
         super().__init__()
         self.seconds = seconds
 
-    def read(self, path: Path, buffer: Tensor, nbytes: int) -> None:
+    def read(self, path: Path, buffer: Tensor, nbytes: int, offset: int = 0) -> None:
         time.sleep(self.seconds)
-        super().read(path, buffer, nbytes)
+        super().read(path, buffer, nbytes, offset)
 
 
 def main() -> None:

@@ -37,8 +37,8 @@ class NumberReader:
         self.gate, self.started, self.closed = threading.Event(), 0, False
         self.order: list[int] = []
 
-    def read(self, path: Path, buffer: Tensor, nbytes: int) -> None:
-        assert nbytes == LAYOUT.nbytes == BLOCK
+    def read(self, path: Path, buffer: Tensor, nbytes: int, offset: int = 0) -> None:
+        assert nbytes == LAYOUT.nbytes == BLOCK and offset == 0
         self.started += 1
         if self.started > self.permits:
             self.gate.wait(30)
@@ -189,10 +189,10 @@ def test_two_reads_are_under_way_at_once_and_a_late_first_one_does_not_let_the_s
     class Crossing(NumberReader):
         """The first read ends only after the second."""
 
-        def read(self, path: Path, buffer: Tensor, nbytes: int) -> None:
+        def read(self, path: Path, buffer: Tensor, nbytes: int, offset: int = 0) -> None:
             if path.stem.endswith("002") and not self.order:
                 wait_until(lambda: bool(self.order))
-            super().read(path, buffer, nbytes)
+            super().read(path, buffer, nbytes, offset)
 
     reader = Crossing(parallel=2)
     streamer = make(reader)
@@ -217,8 +217,8 @@ def test_a_slot_that_an_abandoned_read_still_writes_to_is_not_read_into_by_anoth
 
 def test_content_that_is_not_what_was_written_is_an_error_that_names_the_file() -> None:
     class Flipping(NumberReader):
-        def read(self, path: Path, buffer: Tensor, nbytes: int) -> None:
-            super().read(path, buffer, nbytes)
+        def read(self, path: Path, buffer: Tensor, nbytes: int, offset: int = 0) -> None:
+            super().read(path, buffer, nbytes, offset)
             buffer[1000] ^= int(path.stem.endswith("004"))
 
     streamer = make(Flipping())
