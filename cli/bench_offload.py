@@ -47,6 +47,14 @@ from eesd_lite.drafter_names import DRAFTERS
 @click.option("--limit-prompts", type=POSITIVE, default=4, show_default=True)
 @click.option("--max-new-tokens", type=POSITIVE, default=32, show_default=True)
 @click.option(
+    "--stop-at-eos",
+    "ignore_eos",
+    is_flag=True,
+    flag_value=False,
+    default=True,
+    help="Answers end where the model ends them.  [default: they go on to --max-new-tokens]",
+)
+@click.option(
     "--baseline-tokens", type=POSITIVE, default=8, show_default=True, help="Peers that are slow answer so much."
 )
 @click.option("--repeat", type=POSITIVE, default=1, show_default=True)
