@@ -12,7 +12,15 @@ from typing import Any
 
 import click
 
-from cli.common import Size, draft_vocab_option, drafter_option, quantize_option, reports_errors, weights_option
+from cli.common import (
+    ExitLayer,
+    Size,
+    draft_vocab_option,
+    drafter_option,
+    quantize_option,
+    reports_errors,
+    weights_option,
+)
 from cli.render import ProgressDisplay
 
 
@@ -60,8 +68,8 @@ _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_pena
 @click.argument("model")
 @click.option("--device-memory", type=Size(), help="Same memory for all: each contender plans for itself.")
 @click.option("--resident-layers", type=click.IntRange(min=0), help="Same split for all: so many layers in memory.")
-@click.option("--exit-layer", type=POSITIVE, help="Draft at this layer.  [default: the model's]")
-@click.option("--head", help='Exit head: a file, "instant" or "random".  [default: the one that belongs to the model]')
+@click.option("--exit-layer", type=ExitLayer(), help="Draft at this layer; auto: measure all.  [default: the model's]")
+@click.option("--head", help='Exit head: a file, a folder, "instant" or "random".  [default: the model\'s own]')
 @weights_option
 @quantize_option
 @drafter_option
@@ -129,6 +137,11 @@ def bench(model: str, json_only: bool, **options: Any) -> None:
             f"token {where['token'] + 1}; this is a bug, please report it with the JSON above",
             err=True,
         )
+    for row in report.get("exits", {}).get("rows", []):
+        for name in [name for name, figures in row["controllers"].items() if not figures["identical"]]:
+            different.append(name)
+            words = f"{name} at exit {row['exit_layer']} differs from plain decoding; this is a bug, please report it"
+            click.echo(f"eesd bench: error: {words} with the JSON above", err=True)
     if different:
         sys.exit(1)
 

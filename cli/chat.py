@@ -21,6 +21,7 @@ from cli.chat_file import NamedSession, read_chat, session_names
 from cli.chat_settings import ChatSettings
 from cli.common import (
     INTERRUPTED,
+    ExitLayer,
     Rate,
     Size,
     draft_vocab_option,
@@ -147,7 +148,7 @@ def make_command(open_engine: OpenEngine = open_engine) -> click.Command:
     )
     @click.option("--plan-file", metavar="FILE", help="Repeat the placement in this file, or write it there.")
     @click.option("--resident-layers", type=click.IntRange(min=0), metavar="N", help="Keep N layers in memory.")
-    @click.option("--exit-layer", type=click.IntRange(min=1), metavar="N", help="Draft with the layers before N.")
+    @click.option("--exit-layer", type=ExitLayer(), metavar="N|auto", help="Draft with the layers before N.")
     @click.option(
         "--controller",
         default="calibrated",
@@ -157,7 +158,7 @@ def make_command(open_engine: OpenEngine = open_engine) -> click.Command:
         shell_complete=lambda context, parameter, incomplete: [c for c in _CONTROLLERS if c.startswith(incomplete)],
         help="How much to draft: calibrated, beta, fixed:K, hf or off; tree and tree:NODES draft branches.",
     )
-    @click.option("--head", metavar="PATH|off|instant", help="Exit head file; instant: make one now.")
+    @click.option("--head", metavar="PATH|off|instant", help="Exit head file or folder; instant: make one now.")
     @drafter_option
     @draft_vocab_option
     @click.option("--force-head", is_flag=True, help="Take a head made for another model (can only cost speed).")

@@ -16,6 +16,7 @@ import click
 
 from eesd_lite.drafter_names import DRAFTERS
 from eesd_lite.errors import USER_ERRORS, BudgetError
+from eesd_lite.exit_choice import AUTO
 from eesd_lite.units import parse_size
 
 USER_ERROR, INTERRUPTED = 1, 130
@@ -44,6 +45,23 @@ class Rate(Size):
         if rate == 0:
             self.fail("a rate must be more than 0 bytes a second", param, ctx)
         return rate
+
+
+class ExitLayer(click.ParamType):
+    """A number of layers, or `auto`."""
+
+    name = "layer"
+
+    def __init__(self, least: int = 1) -> None:
+        self.least = least
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        text = str(value).strip().lower()
+        if text == AUTO:
+            return AUTO
+        if not (text.isascii() and text.isdigit() and len(text) < 6) or int(text) < self.least:
+            self.fail(f"{value!r} is neither auto nor a number of layers from {self.least} on", param, ctx)
+        return int(text)
 
 
 weights_option = click.option(

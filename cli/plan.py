@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cli.common import Rate, Size, reports_errors
+from cli.common import ExitLayer, Rate, Size, reports_errors
+from eesd_lite.exit_choice import AUTO
 from eesd_lite.tiers import HOST_MODES
 from eesd_lite.units import format_size
 
@@ -30,6 +31,26 @@ class DeviceSize(Size):
         return "auto" if automatic else super().convert(value, param, ctx)
 
 
+class Agreements(click.ParamType):
+    """Exit layers and the agreement of their heads."""
+
+    name = "agreements"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return tuple(value)
+        found = {}
+        for part in value.split(","):
+            layer, _, share = part.partition("=")
+            try:
+                found[int(layer)] = float(share)
+            except ValueError:
+                self.fail(f"cannot read {part.strip()!r}; write for example 13=0.53,26=0.7", param, ctx)
+            if int(layer) < 1 or not 0 <= float(share) <= 1:
+                self.fail(f"{part.strip()!r}: layers count from 1, an agreement is from 0 to 1", param, ctx)
+        return tuple(sorted(found.items()))
+
+
 @click.command("plan", short_help="Where a model's layers would lie, and what that costs.")
 @click.argument("model", required=False)
 @click.option("--shape", metavar="NAME", help="Plan for a well-known shape, without weights; a wrong name lists them.")
@@ -43,13 +64,22 @@ class DeviceSize(Size):
 @click.option("--host-mode", type=click.Choice(HOST_MODES), default="stream", show_default=True,
               help="Layers in host memory are streamed, or computed by the CPU, or balanced by the rates.")  # fmt: skip
 @click.option("--context", type=click.IntRange(min=1), help="Tokens.  [default: 2048, or less if the model has less]")
-@click.option("--exit-layer", type=click.IntRange(min=0), help="Draft at this layer; 0: not at all.")
+@click.option("--exit-layer", type=ExitLayer(0), help="Draft at this layer; 0: not at all; auto: what promises most.")
+@click.option("--head", metavar="PATH", help="With MODEL: a head file or a folder of them.  [default: the model's own]")
+@click.option("--agreement", type=Agreements(), metavar="N=SHARE,...", default=(),
+              help="With auto: heads supposed to be there, by exit layer, as 13=0.53,26=0.7.")  # fmt: skip
 @click.option("--resident-layers", type=click.IntRange(min=0), help="Fix the split by hand.")
 @click.option("--draft-limit", type=click.IntRange(1, 64), default=16, show_default=True, help="Longest draft.")
 @click.option("--link-rate", type=Rate(), default="25GB", show_default=True, help="Host to device, a second.")
 @click.option("--disk-rate", type=Rate(), default="3GB", show_default=True, help="Disk to host, a second.")
 @click.option("--host-rate", type=Rate(), default="20GB", show_default=True,
               help="Packed weights that the CPU multiplies, a second.")  # fmt: skip
+@click.option("--device-rate", type=Rate(),
+              help="For auto: resident weights multiplied, a second.  [default: 20GB, a card 400GB]")  # fmt: skip
+@click.option("--layer-time", type=click.IntRange(min=0), default=100, show_default=True, metavar="MICROSECONDS",
+              help="For auto: a pass through a layer beside that.")  # fmt: skip
+@click.option("--row", type=click.FloatRange(0, 1), metavar="SHARE",
+              help="For auto: what one more row of a pass takes, of one.  [default: 0.35, a card 0]")  # fmt: skip
 @click.option("--tau", type=click.FloatRange(min=1), default=2.3, show_default=True, help="Tokens per sweep.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @reports_errors
@@ -63,6 +93,10 @@ def plan(
         raise click.UsageError("give either MODEL or --shape NAME")
     if given["weights"] is not None and model is None:
         raise click.UsageError("--weights goes with MODEL")
+    if given["head"] is not None and model is None:
+        raise click.UsageError("--head goes with MODEL")
+    if given["agreement"] and given["exit_layer"] != AUTO:
+        raise click.UsageError("--agreement goes with --exit-layer auto")
     if group_size is not None and (shape is None or not (group_size == -1 or group_size >= 32)):
         raise click.UsageError("--group-size goes with --shape, and is -1 or at least 32")
     wishes = _wishes(given)
@@ -83,11 +117,16 @@ def _wishes(given: dict[str, Any]) -> PlanWishes:
     if device == "cpu" and given["preset"]:
         raise click.UsageError("--preset is for --device cuda; on a CPU all memory is device memory")
     linked = device == "cuda" or given["host_memory"] is not None
-    rates = Rates(link=given["link_rate"] if linked else None, disk=given["disk_rate"], host=given["host_rate"])
+    rates = Rates(
+        link=given["link_rate"] if linked else None, disk=given["disk_rate"], host=given["host_rate"],
+        device=given["device_rate"], layer_time=given["layer_time"], row=given["row"],
+    )  # fmt: skip
     wishes = PlanWishes.preset(given["preset"]) if given["preset"] else PlanWishes(device=device)
     own: dict[str, Any] = {
-        name: given[name] for name in ("context", "exit_layer", "resident_layers", "draft_limit", "host_mode")
-    }
+        name: given[name]
+        for name in ("context", "exit_layer", "resident_layers", "draft_limit", "host_mode", "head")
+    }  # fmt: skip
+    own["agreements"] = given["agreement"]
     if given["device_memory"] is not None:  # a size that is given leaves no reserve: it says what may be used
         own |= {"device_memory": _bytes(given["device_memory"], device), "reserve": 0}
     if given["host_memory"] is not None:
@@ -105,7 +144,7 @@ def _bytes(size: int | str, device: str) -> int:
 
 def lines(planned: PlannedModel, tau: float) -> list[str]:
     """The plan for people."""
-    from cli.plan_table import plan_lines
+    from cli.plan_table import exit_lines, plan_lines
 
     plan, cost = planned.plan, planned.cost
     drafts = f"drafts at exit layer {plan.exit_layer}" if plan.exit_layer else "plain decoding"
@@ -130,6 +169,8 @@ def lines(planned: PlannedModel, tau: float) -> list[str]:
     else:
         out.append("nothing is offloaded: no transfer bounds the speed")
     out.append(f"exit layers that could draft within these budgets: {_range(planned.draft_capable)}")
+    if planned.exits is not None:
+        out += exit_lines(planned.exits)
     if planned.heads:
         out.append(f"exit heads that are there: {', '.join(map(str, planned.heads))}")
     return out + [f"note: {note}" for note in planned.notes]
@@ -158,5 +199,6 @@ def as_dict(planned: PlannedModel, tau: float) -> dict[str, Any]:
         "tokens_per_second_plain": cost.tokens_per_second(1),
         "draft_capable": list(planned.draft_capable),
         "heads": list(planned.heads),
+        "exits": planned.exits.as_dict() if planned.exits is not None else None,
         "notes": list(planned.notes),
     }

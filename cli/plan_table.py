@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from eesd_lite.exit_choice import ExitTable
+from eesd_lite.plan_cost import Rates
 from eesd_lite.tiers import DEVICE, DISK, HOST_COMPUTE, HOST_STREAM, Items, Plan
 from eesd_lite.units import format_size
 
@@ -62,6 +64,42 @@ def _tier_lines(name: str, items: Items, allocated: Mapping[str, int] | None) ->
         rows.append(("together, lasting", format_size(lasting), str(lasting), f"{found}{share}"))
     header = ["", "planned", "bytes"] + (["allocated"] if allocated is not None else [])
     return [f"{name}:", *columns([header, *rows])]
+
+
+_EXIT_HEADINGS = ("exit", "agreement", "resident", "a sweep", "draft step", "drafts", "tau", "tokens/s", "of plain")
+
+
+def exit_lines(table: ExitTable) -> list[str]:
+    """What every exit layer promises, the chosen one marked; for people."""
+    rows: list[tuple[str, ...]] = [("", *_EXIT_HEADINGS)]
+    plain = table.plain.tokens_per_second
+    for row in table.rows:
+        name = "plain" if row.exit_layer is None else str(row.exit_layer)
+        agreement = "-" if row.agreement is None else f"{row.agreement:.3f}"
+        mark = "*" if row.exit_layer == table.chosen else ""
+        if row.note:
+            rows.append((mark, name, agreement, *("-",) * 7))
+            continue
+        drafts = ("-", "-") if row.exit_layer is None else (_time(row.draft_step_seconds), str(row.draft_length))
+        gain = f"{row.tokens_per_second / plain:.2f}" if plain else "-"
+        speeds = (f"{row.tau:.2f}", f"{row.tokens_per_second:.2f}", gain)
+        rows.append((mark, name, agreement, str(row.resident_layers), _time(row.sweep_seconds), *drafts, *speeds))
+    notes = [f"  exit {row.exit_layer}: {row.note}" for row in table.rows if row.note and row.exit_layer is not None]
+    return ["exits, expected (an estimate; * is chosen):", *columns(rows), *notes, _rates(table.rates)]
+
+
+def _rates(rates: Rates) -> str:
+    """In the words of `eesd plan`, which repeats the table with them."""
+    words = f"  by --disk-rate {rates.disk} --layer-time {rates.layer_time}"
+    if rates.link is not None:
+        words += f" --link-rate {rates.link} --host-rate {rates.host}"
+    if rates.device is not None:
+        words += f" --device-rate {rates.device}"
+    return words if rates.row is None else f"{words} --row {rates.row:g}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 0.1 else f"{seconds * 1e3:.2f} ms"
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:

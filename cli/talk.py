@@ -98,13 +98,15 @@ class Chat:
 
     def plan_lines(self) -> list[str]:
         """Planned bytes by tier, and what is really allocated."""
-        from cli.plan_table import plan_lines
+        from cli.plan_table import exit_lines, plan_lines
 
         if not hasattr(self.engine, "target"):  # a scripted one allocates nothing
             return plan_lines(self.engine.plan)
         from eesd_lite.allocated import allocated_bytes
 
-        return plan_lines(self.engine.plan, allocated_bytes(self.engine))  # type: ignore[arg-type]
+        lines = plan_lines(self.engine.plan, allocated_bytes(self.engine))  # type: ignore[arg-type]
+        exits = getattr(self.engine, "exits", None)
+        return lines + exit_lines(exits) if exits is not None else lines
 
     def exchange(self, model: str) -> None:
         """Another model; the conversation goes on. If it cannot be opened, the old one is opened again."""

@@ -25,6 +25,7 @@ from eesd_lite.draft_tree import Draft
 from eesd_lite.drafters import drafter_factory
 from eesd_lite.emitter import Emitter, TokenEvent
 from eesd_lite.errors import EesdError, ModelError, NotFiniteError
+from eesd_lite.exit_choice import ExitTable
 from eesd_lite.exit_head import ExitHead
 from eesd_lite.opening import EngineOptions, open_parts
 from eesd_lite.params import SamplingParams
@@ -58,12 +59,13 @@ class Engine:
         drafter: str = "head",
         notices: Sequence[str] = (),
         identity: str = "",
+        exits: ExitTable | None = None,
     ) -> None:
         self.target, self.text, self.plan, self.head = target, text, plan, head
         self.config: ModelConfig = target.config
         self.name = name
         self.notices = tuple(notices)
-        self.identity = identity
+        self.identity, self.exits = identity, exits
         self.stats = Stats()
         self.draft_limit = draft_limit
         self.drafter_factory = drafter_factory(drafter, head)
@@ -84,7 +86,7 @@ class Engine:
         device: str = "cpu",
         device_memory: str | int | None = None,
         resident_layers: int | None = None,
-        exit_layer: int | None = None,
+        exit_layer: int | str | None = None,
         head: str | Path | None = None,
         force_head: bool = False,
         controller: str = "calibrated",
@@ -107,7 +109,8 @@ class Engine:
         """Load `model`: a recipe's name, a folder, or a Hub id.
 
         `device_memory` (such as "8GiB") bounds everything the engine allocates; `resident_layers` fixes the split by
-        hand. `head` is a file, "off", "instant" or "random"; None takes the one that belongs to the model.
+        hand. `head` is a file, a folder of them, "off", "instant" or "random"; None: what belongs to the model.
+        `exit_layer` "auto" drafts where most is to be expected, by the heads' agreement and a short measurement.
         `drafter` "ngram" proposes what followed the same tokens earlier and needs no head; "both" takes what is
         believed more. `host_memory` holds layers that do not fit the device: `host_mode` streams them, computes them on
         the CPU, or ("auto") does what a short measurement says. `plan_file` repeats a saved placement, or saves it.
@@ -131,7 +134,7 @@ class Engine:
         return cls(
             opened.target, opened.text, opened.plan, head=opened.head, controller=controller,
             draft_limit=opened.draft_limit, name=opened.name, drafter=drafter, notices=opened.notices,
-            identity=opened.identity,
+            identity=opened.identity, exits=opened.exits,
         )  # fmt: skip
 
     def set_controller(self, spec: str) -> None:

@@ -6,6 +6,7 @@ to get one. Used by `Engine.from_pretrained`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import torch
 from eesd_lite.config import ModelConfig
 from eesd_lite.errors import HeadError
 from eesd_lite.head_file import HeadTensors, folder_fingerprint, load_head
-from eesd_lite.head_list import available_heads
+from eesd_lite.head_list import heads_at_hand, usual_exit
 from eesd_lite.layer_shapes import HeadShape
 from eesd_lite.prepare import ModelSource
 from eesd_lite.progress import Progress
@@ -53,19 +54,20 @@ def choose_head(
 
         layer = exit_layer if exit_layer is not None else default_exit_layer(source, config)
         head = make_instant_head(source, layer, progress)
-    if head is not None:
+    if head is not None and not Path(head).is_dir():
         path = Path(head)
         if not path.exists():
-            raise HeadError(f"{path}: no such head file; --head takes a file, off, instant or random")
+            raise HeadError(f"{path}: no such head file; --head takes a file, a folder of them, off, instant or random")
         loaded = load_head(path, config, _fingerprint(source, config), force=force)
         if exit_layer is not None and exit_layer != loaded.exit_layer:
             raise HeadError(f"{path}: made for exit layer {loaded.exit_layer}, but {exit_layer} was asked for")
         return ChosenHead(loaded.exit_layer, loaded)
-    return _belonging_head(source, config, exit_layer, force)
+    return _one_of(heads_at_hand(source, head), source, config, exit_layer, force)
 
 
-def _belonging_head(source: ModelSource, config: ModelConfig, exit_layer: int | None, force: bool) -> ChosenHead:
-    heads = available_heads(source)
+def _one_of(
+    heads: Mapping[int, Path], source: ModelSource, config: ModelConfig, exit_layer: int | None, force: bool
+) -> ChosenHead:
     if not heads:
         notice = (
             "no exit head for this model, so no drafts from one: --head instant makes one in about a minute, "
@@ -75,8 +77,7 @@ def _belonging_head(source: ModelSource, config: ModelConfig, exit_layer: int | 
             raise HeadError(f"{source.name}: no exit head at all, so none for layer {exit_layer}; see eesd train")
         return ChosenHead(None, None, (notice,))
     if exit_layer is None:
-        default = source.recipe.default_exit_layer if source.recipe is not None else None
-        exit_layer = default if default in heads else max(heads)
+        exit_layer = usual_exit(source, heads)
     if exit_layer not in heads:
         known = ", ".join(str(layer) for layer in sorted(heads))
         raise HeadError(f"{source.name}: no head for exit layer {exit_layer}; there are heads for {known}")

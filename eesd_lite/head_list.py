@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+from eesd_lite.errors import HeadError
 from eesd_lite.home import home
 from eesd_lite.prepare import ModelSource
 
@@ -32,11 +35,43 @@ def available_heads(source: ModelSource) -> dict[int, Path]:
             if path is not None:
                 found[shipped.exit_layer] = path
     for folder in (heads_folder(source.name), source.folder / HEADS_FOLDER):
-        for path in sorted(folder.glob("*.safetensors")) if _is_there(folder) else []:
-            exit_layer = read_exit_layer(path)
-            if exit_layer is not None:
-                found[exit_layer] = path
+        found |= heads_in(folder)
     return found
+
+
+def heads_in(folder: Path) -> dict[int, Path]:
+    """The head files of a folder by exit layer; files of other kinds are passed over."""
+    paths = sorted(folder.glob("*.safetensors")) if _is_there(folder) else []
+    facts = [(read_head_facts(path), path) for path in paths]
+    return {found.exit_layer: path for found, path in facts if found is not None}
+
+
+def heads_at_hand(source: ModelSource, head: str | Path | None) -> dict[int, Path]:
+    """By exit layer: the heads that belong to a model, or those of `head`, a file or a folder. HeadError names it."""
+    if head is None:
+        return available_heads(source)
+    path = Path(head)
+    if path.is_dir():
+        found = heads_in(path)
+        if not found:
+            raise HeadError(f"{path}: no head files in this folder")
+        return found
+    facts = read_head_facts(path)
+    if facts is None:
+        raise HeadError(f"{path}: no such head file, or not one; --head takes a file or a folder of them")
+    return {facts.exit_layer: path}
+
+
+def stated_agreements(heads: Mapping[int, Path]) -> dict[int, float | None]:
+    """What each head's file says of its agreement with the target."""
+    facts = {exit_layer: read_head_facts(path) for exit_layer, path in heads.items()}
+    return {exit_layer: found.agreement if found is not None else None for exit_layer, found in facts.items()}
+
+
+def usual_exit(source: ModelSource, heads: Collection[int]) -> int:
+    """Where a model drafts unless somebody says otherwise: as its recipe has it, else the deepest of `heads`."""
+    default = source.recipe.default_exit_layer if source.recipe is not None else None
+    return default if default is not None and default in heads else max(heads)
 
 
 def _is_there(folder: Path) -> bool:
@@ -46,13 +81,33 @@ def _is_there(folder: Path) -> bool:
         return False
 
 
-def read_exit_layer(path: Path) -> int | None:
-    """The exit layer a file is for, or None when it is no head file."""
+@dataclass(frozen=True)
+class HeadFacts:
+    """What a head file's header says."""
+
+    exit_layer: int
+    agreement: float | None  # share of held-out positions at which its first choice was the target's; None: not stated
+
+
+def read_head_facts(path: Path) -> HeadFacts | None:
+    """What a head file says of itself, or None when it is no head file."""
     try:
         with path.open("rb") as file:
             length = struct.unpack("<Q", file.read(8))[0]
             header = json.loads(file.read(length)) if length <= _LONGEST_HEADER else {}
         metadata = header["__metadata__"]
-        return int(metadata["exit_layer"]) if metadata.get("format") == FORMAT else None
+        if metadata.get("format") != FORMAT:
+            return None
+        return HeadFacts(int(metadata["exit_layer"]), _agreement(metadata.get("summary", "{}")))
     except (OSError, struct.error, KeyError, ValueError, TypeError, AttributeError, RecursionError):
         return None
+
+
+def _agreement(summary: str) -> float | None:
+    """A share, or None for whatever is not one."""
+    try:
+        stated = json.loads(summary).get("agreement")
+    except (ValueError, AttributeError, RecursionError):
+        return None
+    sound = isinstance(stated, (int, float)) and not isinstance(stated, bool) and 0 <= stated <= 1
+    return float(stated) if sound else None

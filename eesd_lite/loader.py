@@ -28,7 +28,7 @@ from eesd_lite.ops import Ops, Reach, TorchOps
 from eesd_lite.packed_beside import MANIFEST
 from eesd_lite.packed_store import PackedStore, open_store, packed_folder
 from eesd_lite.packing import KernelSet
-from eesd_lite.placement import Plan, make_plan
+from eesd_lite.placement import Plan, PlanRequest, make_plan
 from eesd_lite.preflight import EMBEDDING, FINAL_NORM, LM_HEAD, has_own_lm_head
 from eesd_lite.progress import Progress, no_progress
 from eesd_lite.rope import layer_reaches, on_device
@@ -112,6 +112,14 @@ def plan_for(
     rates: TierRates | None = None,
 ) -> Plan:  # fmt: skip
     """The placement for these options; `rates` settle the host mode `auto`, which is `compute` without them."""
+    return make_plan(request_for(checkpoint, config, store, options, exit_layer, rates))
+
+
+def request_for(
+    checkpoint: Checkpoint, config: ModelConfig, store: PackedStore, options: LoadOptions, exit_layer: int | None,
+    rates: TierRates | None = None,
+) -> PlanRequest:  # fmt: skip
+    """What there is to place."""
     request = plan_request(
         config,
         layers=[layout.nbytes for layout in store.layouts],
@@ -133,7 +141,7 @@ def plan_for(
     )
     if rates is not None:
         request = replace(request, link_rate=rates.link, host_rate=rates.host)
-    return make_plan(request)
+    return request
 
 
 def rates_for(

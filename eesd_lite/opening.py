@@ -17,7 +17,9 @@ from eesd_lite.controller import draft_limit_for
 from eesd_lite.draft_vocabulary import check_size, most_frequent
 from eesd_lite.drafter_names import check_drafter
 from eesd_lite.errors import EesdError
+from eesd_lite.exit_choice import ExitTable, check_exit
 from eesd_lite.exit_head import ExitHead
+from eesd_lite.exit_opening import settle
 from eesd_lite.head_choice import choose_head, ids_by_frequency
 from eesd_lite.loader import (
     LoadOptions,
@@ -52,7 +54,7 @@ class EngineOptions:
     device: str
     device_memory: str | int | None
     resident_layers: int | None
-    exit_layer: int | None
+    exit_layer: int | str | None
     head: str | Path | None
     force_head: bool
     controller: str
@@ -82,6 +84,7 @@ class EngineOptions:
         if self.threads is not None and not 1 <= self.threads <= LARGEST_THREADS:
             raise EesdError(f"threads must be from 1 to {LARGEST_THREADS}, not {self.threads}")
         check_size(self.draft_vocab)
+        check_exit(self.exit_layer, self.head)
         return limit
 
     def for_loading(self, config: ModelConfig, draft_limit: int) -> LoadOptions:
@@ -107,6 +110,7 @@ class Opened:
     name: str
     notices: tuple[str, ...]
     identity: str
+    exits: ExitTable | None = None  # where the exit layer was chosen by what it promises
 
 
 def open_parts(model: str | Path, asked: EngineOptions, reader: Reader | None, progress: Progress) -> Opened:
@@ -125,14 +129,18 @@ def open_parts(model: str | Path, asked: EngineOptions, reader: Reader | None, p
     check_size(asked.draft_vocab, known)
     store = open_store(checkpoint, config, kernels, progress)
     wish = "off" if asked.drafter == "ngram" else asked.head
-    chosen = choose_head(source, config, wish, asked.exit_layer, force=asked.force_head, progress=progress)
     saved = None if asked.plan_file is None else Path(asked.plan_file)
     if saved is not None and saved.exists():
         options = replace(options, tiers=read_tiers(saved, layers=config.num_hidden_layers, kernels=kernels.key))
+    settled, wish = settle(
+        source, checkpoint, config, store, options, ops, kernels, exit_layer=asked.exit_layer, head=wish, saved=saved,
+        progress=progress,
+    )  # fmt: skip
+    chosen = choose_head(source, config, wish, settled.exit_layer, force=asked.force_head, progress=progress)
     rates = rates_for(checkpoint, config, store, options, progress)
     plan = plan_for(checkpoint, config, store, options, chosen.exit_layer, rates)
     if saved is not None and options.tiers is None:
-        write_plan(saved, plan, kernels.key)
+        write_plan(saved, plan, kernels.key, settled.table)
     target = load_target(checkpoint, config, store, plan, options, ops, kernels, reader, progress)
     try:
         head = None
@@ -144,8 +152,8 @@ def open_parts(model: str | Path, asked: EngineOptions, reader: Reader | None, p
             head = load_head(target, chosen.head, kernels, draft_ids)
         return Opened(
             target=target, text=text, plan=plan, head=head, draft_limit=draft_limit, name=source.name,
-            notices=(*notes, *chosen.notices, *plan.notes),
-            identity=identity(checkpoint, kernels, store, options, ops),
+            notices=(*notes, *settled.notes, *chosen.notices, *plan.notes),
+            identity=identity(checkpoint, kernels, store, options, ops), exits=settled.table,
         )  # fmt: skip
     except BaseException:  # Ctrl-C included: nobody else would stop the reading threads
         target.bank.close()

@@ -18,6 +18,12 @@ class Rates:
     link: int | None = 25 * 10**9
     disk: int = 3 * 10**9
     host: int = 20 * 10**9  # of packed weights, multiplied by the rows of one verification
+    # What a choice of the exit layer needs beside that (`eesd_lite.exit_choice`):
+    device: int | None = (
+        None  # of resident weights, multiplied by one row; None: as `host`, a card's where there is one
+    )
+    layer_time: int = 100  # microseconds that a pass through a layer takes beside that
+    row: float | None = None  # what one more row takes, as a share of one row; None: what is usual for the device
 
 
 @dataclass(frozen=True, kw_only=True)

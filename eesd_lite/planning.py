@@ -11,7 +11,8 @@ from pathlib import Path
 
 from eesd_lite.config import ModelConfig, RopeScaling
 from eesd_lite.errors import EesdError
-from eesd_lite.head_list import available_heads
+from eesd_lite.exit_choice import AUTO, ExitTable, settle_exit
+from eesd_lite.head_list import heads_at_hand, stated_agreements, usual_exit
 from eesd_lite.packed_beside import packed_beside
 from eesd_lite.placement import Plan, PlanRequest, make_plan
 from eesd_lite.plan_cost import Rates, SweepCost, sweep_cost
@@ -44,7 +45,9 @@ class PlanWishes:
     reserve: int = 0
     host_reserve: int = 0
     context: int | None = None
-    exit_layer: int | None = None  # None: the model's, or a third of the depth; 0: plain decoding
+    exit_layer: int | str | None = None  # None: the model's, or a third of the depth; 0: plain decoding; or "auto"
+    head: str | None = None  # a head file, or a folder of them, instead of those that belong to the model
+    agreements: tuple[tuple[int, float], ...] = ()  # (exit layer, agreement) of heads that are only supposed
     resident_layers: int | None = None
     draft_limit: int = 16
     dtype: str = "bfloat16"
@@ -74,6 +77,7 @@ class PlannedModel:
     draft_capable: range  # exit layers at which the budgets allow drafting, given a head
     heads: tuple[int, ...]  # exit layers for which there is a head
     notes: tuple[str, ...]
+    exits: ExitTable | None = None  # where the exit layer was chosen by what it promises
 
 
 def plan_shape(name: str, wishes: PlanWishes, *, group_size: int | None = None) -> PlannedModel:
@@ -85,7 +89,7 @@ def plan_shape(name: str, wishes: PlanWishes, *, group_size: int | None = None) 
         config, group_size=group_size or shape.group_size, kernel=kernel,
         itemsize=itemsize,
     )  # fmt: skip
-    return _planned(name, config, layers, shape.tie_word_embeddings, wishes, heads=(), notes=[])
+    return _planned(name, config, layers, shape.tie_word_embeddings, wishes, heads={})
 
 
 def plan_model(model: str | Path, wishes: PlanWishes, *, weights: str | None = None) -> PlannedModel:
@@ -102,12 +106,10 @@ def plan_model(model: str | Path, wishes: PlanWishes, *, weights: str | None = N
         layers = packed.layers
     else:
         layers = folder_layers(opened, config, kernel=kernel, itemsize=itemsize, quantize=wishes.quantize)
-    heads = tuple(sorted(available_heads(source)))
-    default = source.recipe.default_exit_layer if source.recipe is not None else None
-    if wishes.exit_layer is None and heads:
-        wishes = replace(wishes, exit_layer=default if default in heads else heads[-1])
+    heads = stated_agreements(heads_at_hand(source, wishes.head))
     tied = not has_own_table(opened, config)
-    return _planned(source.name, config, layers, tied, wishes, heads=heads, notes=[])
+    default = usual_exit(source, heads) if wishes.exit_layer is None and heads else None
+    return _planned(source.name, config, layers, tied, wishes, heads=heads, default=default)
 
 
 def shape_config(shape: Shape) -> ModelConfig:
@@ -141,10 +143,13 @@ def _storage(wishes: PlanWishes) -> tuple[str, int]:
 
 
 def _planned(
-    name: str, config: ModelConfig, layers: tuple[int, ...], tied: bool, wishes: PlanWishes, *, heads: tuple[int, ...],
-    notes: list[str],
+    name: str, config: ModelConfig, layers: tuple[int, ...], tied: bool, wishes: PlanWishes, *,
+    heads: dict[int, float | None], default: int | None = None,
 ) -> PlannedModel:  # fmt: skip
-    exit_layer = wishes.exit_layer if wishes.exit_layer is not None else max(1, config.num_hidden_layers // 3)
+    notes: list[str] = []
+    third = max(1, config.num_hidden_layers // 3)
+    asked = wishes.exit_layer if isinstance(wishes.exit_layer, int) else default
+    exit_layer = third if asked is None else asked
     request = replace(
         plan_request(
             config, layers=layers, tied=tied, itemsize=DTYPE_BYTES[wishes.dtype],
@@ -156,7 +161,13 @@ def _planned(
         staging=wishes.device != "cpu", link_rate=wishes.rates.link or 1, host_rate=wishes.rates.host,
     )  # fmt: skip
     capable = draft_capable(request) if exit_layer else range(0)
-    if wishes.exit_layer is None:
+    exits = None
+    if wishes.exit_layer == AUTO or default is not None:
+        settled = settle_exit(request, heads | dict(wishes.agreements), wishes.rates, default=default)
+        exit_layer, exits = settled.exit_layer or 0, settled.table
+        notes += settled.notes
+        request = replace(request, exit_layer=exit_layer or None)
+    elif asked is None:
         if capable and capable[-1] < exit_layer:
             exit_layer = capable[-1]
             request = replace(request, exit_layer=exit_layer)
@@ -172,6 +183,7 @@ def _planned(
         plan=plan,
         cost=sweep_cost(plan, wishes.rates),
         draft_capable=capable,
-        heads=heads,
+        heads=tuple(sorted(heads)),
         notes=(*notes, *plan.notes),
+        exits=exits,
     )

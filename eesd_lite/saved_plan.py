@@ -11,19 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from eesd_lite.errors import BudgetError
+from eesd_lite.exit_choice import ExitTable
 from eesd_lite.tiers import TIERS, Plan
 
 _FORMAT = 1
 
 
-def write_plan(path: Path, plan: Plan, kernels: str) -> None:
-    """Save the placement; whole or not at all. `kernels` names the layout of packed layers."""
+def write_plan(path: Path, plan: Plan, kernels: str, exits: ExitTable | None = None) -> None:
+    """Save the placement; whole or not at all. `kernels` names the layout of packed layers, `exits` is what chose the
+    exit layer, for people."""
     raw = {
         "format": _FORMAT,
         "kernels": kernels,
         "exit_layer": plan.exit_layer,
         "context": plan.context,
         "tiers": list(plan.tiers),
+        **({} if exits is None else {"exits": exits.as_dict()}),
     }
     partial = path.with_name(f"{path.name}.partial")
     try:
@@ -52,3 +55,16 @@ def read_tiers(path: Path, *, layers: int, kernels: str) -> tuple[str, ...]:
             "remove the file to plan anew"
         )
     return tuple(tiers)
+
+
+def read_exit_layer(path: Path) -> int | None:
+    """Where a saved plan drafts, None for plain decoding; BudgetError for what is no saved plan."""
+    try:
+        exit_layer = json.loads(path.read_text(encoding="utf-8"))["exit_layer"]
+    except OSError as error:
+        raise BudgetError(f"{path}: the plan cannot be read ({error.strerror or error})") from None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise BudgetError(f"{path}: not a saved plan; remove it and a new one is written") from None
+    if exit_layer is not None and (not isinstance(exit_layer, int) or isinstance(exit_layer, bool) or exit_layer < 1):
+        raise BudgetError(f"{path}: not a saved plan (exit layer {exit_layer!r}); remove it and a new one is written")
+    return exit_layer

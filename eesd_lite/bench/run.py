@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from eesd_lite.baselines.peer import Peer
 from eesd_lite.bench import internals, memory
 from eesd_lite.bench.contenders import BenchEngine, Contender, EngineContender
 from eesd_lite.bench.disk import DiskRate, mean_rate, raw_rate
+from eesd_lite.bench.exits import measure_exits
 from eesd_lite.bench.machine import describe_machine, versions
 from eesd_lite.bench.peers import open_peers, peer_figures
 from eesd_lite.bench.prompts import load_prompts
@@ -25,6 +26,8 @@ from eesd_lite.bench.turns import Course, take_turns
 from eesd_lite.config import ModelConfig
 from eesd_lite.controller import draft_limit_for
 from eesd_lite.errors import PromptError
+from eesd_lite.exit_choice import AUTO
+from eesd_lite.head_list import heads_at_hand
 from eesd_lite.prepare import ModelSource, resolve_model
 from eesd_lite.progress import Progress, no_progress
 
@@ -75,21 +78,36 @@ def run_bench(settings: BenchSettings, progress: Progress = no_progress) -> dict
         for p in prompts
     ]
     course = Course(ids, settings.params, settings.repeat, settings.warmup_tokens)
+    # 2. Where to draft, if that is to be measured.
+    exits: dict[str, Any] = {}
+    if settings.exit_layer == AUTO:
+        exits = _measure_exits(settings, course, _context(settings, ids, source), source, progress)
+        settings = replace(settings, exit_layer=exits["chosen"])
     with ExitStack() as stack:
-        # 2. Who answers.
+        # 3. Who answers.
         taking_part = open_field(
             settings, _context(settings, ids, source), progress, open_engine=_open_engine, stack=stack
         )
         open_peers(taking_part, settings, source, eos=tuple(codec.eos_token_ids), progress=progress, stack=stack)
-        # 3. Measuring, and the report.
+        # 4. Measuring, and the report.
         report = measure(settings, course, taking_part, progress)
-    return {"benchmark": "eesd bench", "model": _describe_model(settings, source), **report}
+    return {"benchmark": "eesd bench", "model": _describe_model(settings, source), **report, "exits": exits}
 
 
-def open_field(
-    settings: BenchSettings, context: int, progress: Progress, *, open_engine: OpenEngine, stack: ExitStack
-) -> Field:
-    """The engines: one for all, or with a memory budget one for plain decoding and one for those that draft."""
+def _measure_exits(
+    settings: BenchSettings, course: Course, context: int, source: ModelSource, progress: Progress
+) -> dict[str, Any]:
+    without_head, with_head = engine_options(settings, context)
+
+    def open_one(exit_layer: int | None) -> BenchEngine:
+        options = without_head if exit_layer is None else {**with_head, "exit_layer": exit_layer}
+        return _open_engine(settings.model, options, progress)
+
+    return measure_exits(settings, course, sorted(heads_at_hand(source, settings.head)), open_one, progress)
+
+
+def engine_options(settings: BenchSettings, context: int) -> tuple[Options, Options]:
+    """What engines are opened with: without a head, and with one."""
     common: Options = {
         "device": settings.device,
         "dtype": settings.dtype,
@@ -104,6 +122,14 @@ def open_field(
     without_head = {**common, "head": "off", "controller": PLAIN}
     with_head = {**common, "exit_layer": settings.exit_layer, "head": settings.head, "controller": PLAIN}
     with_head |= {"drafter": settings.drafter, "draft_vocab": settings.draft_vocab}
+    return without_head, with_head
+
+
+def open_field(
+    settings: BenchSettings, context: int, progress: Progress, *, open_engine: OpenEngine, stack: ExitStack
+) -> Field:
+    """The engines: one for all, or with a memory budget one for plain decoding and one for those that draft."""
+    without_head, with_head = engine_options(settings, context)
 
     def opened(options: Options) -> BenchEngine:
         engine = open_engine(settings.model, options, progress)
@@ -158,7 +184,8 @@ def measure(settings: BenchSettings, course: Course, taking_part: Field, progres
 
 def all_identical(report: dict[str, Any]) -> bool:
     """Whether every controller said exactly what plain decoding said."""
-    return all(figures["identical"] for figures in report["controllers"].values())
+    measured = [row["controllers"] for row in report.get("exits", {}).get("rows", [])]
+    return all(figures["identical"] for part in (report["controllers"], *measured) for figures in part.values())
 
 
 def _memory(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from eesd_lite.controller import any_controller
 from eesd_lite.errors import EesdError
+from eesd_lite.exit_choice import AUTO, check_exit
 from eesd_lite.params import SamplingParams
 from eesd_lite.units import parse_size
 
@@ -56,7 +57,7 @@ class BenchSettings:
     context: int | None = None  # None: what the longest prompt and the answer need
     device_memory: int | None = None
     resident_layers: int | None = None
-    exit_layer: int | None = None
+    exit_layer: int | str | None = None  # "auto": the exits are measured first, and the fastest is taken
     head: str | None = None
     drafter: str = "head"
     draft_vocab: int | None = None  # the head drafts so many of the most frequent tokens; None: all
@@ -87,8 +88,19 @@ class BenchSettings:
             raise EesdError(f"unknown baseline {unknown[0]!r}; known: {', '.join(BASELINES)}")
         if self.baselines and self.throttle is not None:
             raise EesdError("--baseline runs on the real disk and --throttle simulates another; measure them apart")
+        self._check_auto()
         for spec in self.contenders:
             any_controller(spec)  # refuses what it does not know, before minutes of loading
+
+    def _check_auto(self) -> None:
+        """Refuses a choice among exits where nothing could be compared."""
+        check_exit(self.exit_layer, self.head)
+        if self.exit_layer != AUTO:
+            return
+        if not self.drafts or self.drafter == "ngram":
+            raise EesdError("--exit-layer auto compares exits by drafting; name a controller that drafts from a head")
+        if self.throttle is not None and self.throttle.bytes_per_second is None:
+            raise EesdError("--throttle sweep=... is a rate for one exit; with --exit-layer auto name a rate: 800MB/s")
 
     @property
     def contenders(self) -> tuple[str, ...]:

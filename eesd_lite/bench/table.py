@@ -16,7 +16,32 @@ def render(report: dict[str, Any]) -> str:
     rows += [_baseline_row(name, figures) for name, figures in report["baselines"].items() if "skipped" not in figures]
     lines = [_heading(report), *_align([_HEADINGS, *rows])]
     lines += [f"{name}: skipped, {f['skipped']}" for name, f in report["baselines"].items() if "skipped" in f]
-    return "\n".join([*lines, *_notes(report)])
+    exits = exit_lines(report["exits"]) if report.get("exits") else []
+    return "\n".join([*exits, *lines, *_notes(report)])
+
+
+def exit_lines(exits: dict[str, Any]) -> list[str]:
+    """What was measured at every exit before the benchmark: the best controller of each, the chosen exit marked."""
+    rows = [("exit", "", "resident", "by", "draft step", "tau", "tokens/s", "of plain")]
+    for row in exits["rows"]:
+        name = "plain" if row["exit_layer"] is None else f"{row['exit_layer']}"
+        mark = "chosen" if row["exit_layer"] == exits["chosen"] else ""
+        best = row["controllers"].get(row["best_controller"])
+        if best is None:
+            rows.append((name, mark, *("-",) * 6))
+            continue
+        step = row["draft_step_seconds"]
+        rows.append(
+            (
+                name, mark, str(row["resident_layers"]), row["best_controller"],
+                f"{step * 1e3:.2f} ms" if step else "-", f"{best['tau']:.2f}", f"{best['tokens_per_second']:.2f}",
+                f"{row['of_plain']:.2f}" if row["of_plain"] else "-",
+            )
+        )  # fmt: skip
+    tokens = f"{exits['prompts']} prompts x {exits['max_new_tokens']} tokens x {exits['visits']}"
+    lines = [f"exits, measured under this plan's memory ({tokens}); each with its best controller", *_align(rows)]
+    lines += [f"exit {row['exit_layer']}: {row['note']}" for row in exits["rows"] if row["note"]]
+    return lines + (["plain decoding was faster than every exit"] if exits["plain_is_faster"] else [])
 
 
 def _heading(report: dict[str, Any]) -> str:

@@ -155,3 +155,49 @@ def tiny_folder(tmp_path: Path) -> Path:
     from tests.tiny import TinySpec, build
 
     return build(tmp_path / "model", TinySpec(layers=3)).folder
+
+
+AUTO = ("--shape", "llama-2-70b", "--preset", "24gb", "--exit-layer", "auto", "--agreement", "26=0.53,40=0.53,53=0.73")
+
+
+def test_auto_shows_what_every_exit_promises_and_plans_for_the_best() -> None:
+    code, out, err = run(*AUTO)
+    assert (code, err) == (0, "")
+    assert "llama-2-70b: 80 layers, context 2048, drafts at exit layer 26" in out
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if line.startswith("  ") and line.strip()}
+    assert rows["plain"][:4] == ["plain", "-", "47", "0.600"]
+    assert rows["*"][1:4] == ["26", "0.530", "42"] and rows["53"][2:] == ["-"] * 7
+    assert "  exit 53: needs 4.24 GiB more" in out
+    assert "  by --disk-rate 3000000000 --layer-time 100 --link-rate 25000000000 --host-rate 20000000000" in out
+
+
+def test_auto_as_json_follows_the_rates() -> None:
+    found = json.loads(run(*AUTO, "--json")[1])
+    assert found["exits"]["chosen"] == found["plan"]["exit_layer"] == 26
+    assert [row["exit_layer"] for row in found["exits"]["rows"]] == [None, 26, 40, 53]
+    assert found["exits"]["rates"]["link"] == 25 * 10**9
+    # Where a pass through resident layers costs little, the deeper head's better guesses win.
+    better = [*AUTO[:-1], "26=0.53,40=0.6"]
+    assert json.loads(run(*better, "--json", "--layer-time", "0")[1])["exits"]["chosen"] == 40
+    slow = json.loads(run(*better, "--json", "--layer-time", "0", "--device-rate", "30GB", "--row", "0.5")[1])
+    assert slow["exits"]["chosen"] is None and slow["exits"]["rates"]["row"] == 0.5  # rows as dear as on a CPU
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--shape", "llama-2-7b", "--exit-layer", "auto"), 1, "there are none; see eesd train"),
+        (("--shape", "llama-2-7b", "--exit-layer", "deep"), 2, "neither auto nor a number of layers"),
+        (("--shape", "llama-2-7b", "--exit-layer", "auto", "--agreement", "8"), 2, "write for example 13=0.53"),
+        (("--shape", "llama-2-7b", "--exit-layer", "auto", "--agreement", "8=2"), 2, "an agreement is from 0 to 1"),
+        (("--shape", "llama-2-7b", "--agreement", "8=0.5"), 2, "--agreement goes with --exit-layer auto"),
+        (("--shape", "llama-2-7b", "--head", "x"), 2, "--head goes with MODEL"),
+        (("{folder}", "--head", "no-such-file"), 1, "no-such-file: no such head file"),
+        (("{folder}", "--head", "{folder}"), 1, "no head files in this folder"),
+    ],
+)
+def test_mistakes_about_exits_are_one_line(
+    tiny_folder: Path, arguments: tuple[str, ...], code: int, words: str
+) -> None:
+    found, out, err = run(*(argument.format(folder=tiny_folder) for argument in arguments))
+    assert (found, out) == (code, "") and words in err and "Traceback" not in err

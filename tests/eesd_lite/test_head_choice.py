@@ -93,9 +93,23 @@ def test_a_given_file_decides_the_exit_layer_and_may_not_be_contradicted(tiny: T
         choose(tiny, path, 3)
 
 
+def test_a_folder_of_heads_may_be_named_and_one_of_them_asked_for(tiny: Tiny, tmp_path: Path) -> None:
+    for exit_layer in (1, 3):
+        write_head(tiny, tmp_path / "heads" / f"exit-{exit_layer}.safetensors", exit_layer)
+    assert choose(tiny, tmp_path / "heads").exit_layer == 3
+    assert choose(tiny, str(tmp_path / "heads"), 1).exit_layer == 1
+    with pytest.raises(HeadError, match="no head for exit layer 2; there are heads for 1, 3"):
+        choose(tiny, tmp_path / "heads", 2)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(HeadError, match="no head files in this folder"):
+        choose(tiny, tmp_path / "empty")
+
+
 @pytest.mark.parametrize("head", ["/no/such/head.safetensors", "instnat"])
 def test_a_file_that_is_not_there_is_an_error_that_lists_the_words(tiny: Tiny, head: str) -> None:
-    with pytest.raises(HeadError, match="no such head file; --head takes a file, off, instant or random"):
+    with pytest.raises(
+        HeadError, match="no such head file; --head takes a file, a folder of them, off, instant or random"
+    ):
         choose(tiny, head)
 
 

@@ -17,7 +17,7 @@ from eesd_lite.head_file import (
     save_head,
     target_fingerprint,
 )
-from eesd_lite.head_list import read_exit_layer
+from eesd_lite.head_list import HeadFacts, read_head_facts
 from quant.errors import CheckpointError
 
 CONFIG = ModelConfig(
@@ -67,7 +67,7 @@ def test_a_saved_head_loads_with_the_same_bits_and_its_summary(tmp_path: Path) -
     assert head.summary == {"tokens": 1000, "minutes": 1.5, "agreement": 0.5}
     for name, tensor in tensors().items():
         assert torch.equal(head.tensors[name], tensor), name
-    assert read_exit_layer(path) == 2
+    assert read_head_facts(path) == HeadFacts(2, 0.5)
 
 
 def test_a_head_file_holds_only_the_heads_own_tensors_in_16_bit(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_files_that_are_no_heads_are_refused(tmp_path: Path) -> None:
     path.write_text("hello")
     with pytest.raises(HeadError, match="not a head file"):
         load_head(path, CONFIG)
-    assert read_exit_layer(path) is None
+    assert read_head_facts(path) is None
     with pytest.raises(HeadError, match="no such head file"):
         load_head(tmp_path / "none.safetensors", CONFIG)
 
