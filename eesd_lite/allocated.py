@@ -30,6 +30,7 @@ def allocated_bytes(engine: Engine) -> dict[str, dict[str, int]]:
         ("host", "KV cache", target.kv.host_data),
         ("device", "KV cache", target.kv),
         ("device", "exit head KV cache", getattr(head, "kv", None)),
+        ("device", "exit head states", getattr(head, "waiting", None)),
         ("device", "resident layers", bank.resident),
         ("host", "layers to compute", bank.computed_on_host),
         ("host", "layers to stream", getattr(streamer, "host", None)),

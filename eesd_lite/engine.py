@@ -157,8 +157,14 @@ class Engine:
     def reset(self) -> None:
         """Forget the cached prefix, and with it the conversation; ends a generation that is still open."""
         self._end_open()
-        self._cached = []
+        self._forget_tokens(0)
         self._forget_conversation()
+
+    def _forget_tokens(self, count: int) -> None:
+        """The caches hold the first `count` tokens and no others."""
+        self._cached = self._cached[:count]
+        if self.head is not None:
+            self.head.forget_from(count)
 
     def _forget_conversation(self) -> None:
         if self._last_prompt is not None and not self._keeps_learning:
@@ -259,7 +265,7 @@ class Engine:
             # Counted from the rounds themselves, so that the sums close wherever an interruption struck.
             done = stats.since(before)
             stats.cut += done.accepted + done.rounds - max(emitted - 1, 0)
-            self._cached = self._cached[: len(ids) + emitted]
+            self._forget_tokens(len(ids) + emitted)
             self.target.bank.abandon()
 
     def _drafter(self, sampler: Sampler) -> Drafter | None:
@@ -286,7 +292,7 @@ class Engine:
         shared = 0
         while shared < min(len(self._cached), len(ids) - 1) and self._cached[shared] == ids[shared]:
             shared += 1
-        self._cached = ids[:shared]
+        self._forget_tokens(shared)
         rows = Rows.chain(shared, len(ids) - shared, target.device)
         before = target.bank.streamed_bytes
         hidden = target.lower(target.embed(ids[shared:]), rows, progress)

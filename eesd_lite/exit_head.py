@@ -2,7 +2,8 @@
 
 One 16-bit decoder layer with its own keys and values, an affine map and an RMSNorm, then the target's own lm_head
 (DESIGN.md, section 2). Its arithmetic is row-invariant like the target's, so its cache after any number of rounds is
-what a fresh prefill would give. Weights come from `eesd_lite.head_file`.
+what a fresh prefill would give, whether its entries were computed at once or together later. Weights come from
+`eesd_lite.head_file`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from eesd_lite.layer_blob import BlobLayout, lay_out, page_buffer
 from eesd_lite.ops import Ops, Reach
 from eesd_lite.packing import HEAD_NORMS, MODULES, NORMS, KernelSet
 from eesd_lite.transformer import DecoderLayer
+from eesd_lite.waiting_states import WaitingStates
 
 
 def _pieces(tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
@@ -76,6 +78,7 @@ class ExitHead:
         self.nbytes = layout.nbytes
         self.vocabulary = vocabulary
         self._ops, self._reach, self.kv = ops, reach, kv
+        self.waiting = WaitingStates(config.hidden_size, device)
         self._eps = config.rms_norm_eps
         self._layer = DecoderLayer(config, ops, layout, buffer, kernels)
         self._affine, self._bias, self._norm = views["affine.weight"], views["affine.bias"], views["norm.weight"]
@@ -87,14 +90,38 @@ class ExitHead:
 
     def forward(self, state: Tensor, rows: Rows) -> Tensor:
         """state float32 [rows, hidden] entering layer N (left as it is) -> input of lm_head, [rows, hidden]."""
+        self.fill()
         hidden = state.clone()
         self._layer.forward(hidden, rows, self.kv.layer(0), self._reach)
         mapped = self._ops.dense(hidden.to(self._ops.dtype), self._affine, self._bias)
         return self._ops.rms_norm(mapped.to(torch.float32), self._norm, self._eps)
 
-    def keep(self, state: Tensor, rows: Rows) -> None:
-        """Only the keys and values of rows from which nothing is drafted; `state` as in `forward`."""
-        self._layer.write_kv(state, rows, self.kv.layer(0), self._reach)
+    def keep(self, states: Tensor, rows: Rows) -> None:
+        """Visible tokens in a row, from which nothing is drafted; `states` as in `forward`.
+
+        Their keys and values are computed when they are needed, or when too many wait.
+        """
+        assert rows.paths.shape[1] == 0, "only tokens in the slots of their positions can be kept"
+        first = int(rows.positions[0])
+        self.waiting.forget_from(first)
+        if len(rows) > self.waiting.room:
+            self.fill()
+        if len(rows) > self.waiting.room:
+            self._layer.write_kv(states, rows, self.kv.layer(0), self._reach)
+        else:
+            self.waiting.add(states, first)
+
+    def forget_from(self, position: int) -> None:
+        """Tokens from `position` on are no longer visible, so what waits there must not be computed any more."""
+        self.waiting.forget_from(position)
+
+    @torch.inference_mode()
+    def fill(self) -> None:
+        """Compute what waits, in one batch: afterwards the cache holds every token that was kept."""
+        if len(self.waiting):
+            states, rows = self.waiting.taken()
+            self._layer.write_kv(states, rows, self.kv.layer(0), self._reach)
+            self.waiting.forget_from(0)  # not before: an interruption leaves everything waiting
 
     def move(self, sources: list[int], targets: list[int]) -> None:
         """Compact an accepted tree path, as in the target's cache."""

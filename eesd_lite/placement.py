@@ -58,6 +58,7 @@ def _check(request: PlanRequest) -> None:
     sizes += [request.norm_bytes, request.head_bytes, request.scratch_bytes, *request.layer_bytes]
     sizes += [
         request.draft_vocabulary_bytes,
+        request.head_state_bytes,
         request.reserve_bytes,
         request.host_reserve_bytes,
         request.host_memory or 0,

@@ -31,6 +31,9 @@ _LONGEST_HEADER = 1 << 25  # bytes; a million ids take less
 def write_prefix(engine: Engine, path: Path) -> None:
     """Write what the engine's caches hold, whole or not at all. PrepareError when the disk is full."""
     caches, ids = _caches(engine), engine.cached_ids
+    if len(caches) > 1 and engine.head is not None:
+        engine.head.forget_from(len(ids))
+        engine.head.fill()
     size = sum(cache.bytes_per_token * cache.num_layers for cache in caches) * len(ids)
     require_free(path.parent, size, "the saved cache")
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")

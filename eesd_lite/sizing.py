@@ -19,6 +19,7 @@ from quant.model_folder import ModelFolder
 
 PREFILL_CHUNK = 128  # rows that pass a layer together: bounds the scratch memory of a long prompt
 LOGITS_ROWS = 8  # rows that share one pass over lm_head, and the most whose logits exist at a time
+WAITING_ROWS = 64  # states that wait for the exit head: more of them save nothing further per row
 RING_SLOTS = 3
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 _ALIGNMENT, _PAGE = 64, 4096  # of every tensor in a blob, and of the blob
@@ -260,6 +261,7 @@ def plan_request(
         lm_head_bytes=0 if tied else table,
         norm_bytes=config.hidden_size * itemsize,
         head_bytes=head_bytes(config, itemsize) if exit_layer is not None and head else 0,
+        head_state_bytes=WAITING_ROWS * config.hidden_size * 4,
         draft_vocabulary_bytes=(draft_vocab or 0) * config.hidden_size * itemsize,
         scratch_bytes=chunk + min(draft_limit + 1, LOGITS_ROWS) * config.vocab_size * 4,
         scratch_bytes_per_token=config.hidden_size * 4,  # the states of a whole prompt

@@ -32,7 +32,7 @@ class Drafter(Protocol):
         ...
 
     def keep(self, state: Tensor, rows: Rows) -> None:
-        """Visible tokens from which nothing was proposed: whatever the drafter keeps per token, keep it now."""
+        """Visible tokens from which nothing was proposed: whatever the drafter keeps per token, keep it until needed."""
         ...
 
     def move(self, sources: list[int], targets: list[int]) -> None:

@@ -32,6 +32,7 @@ class PlanRequest:
     exit_layer: int | None  # None: no drafting
     device_memory: int | None  # None: no limit
     resident_layers: int | None  # None: as many as fit
+    head_state_bytes: int = 0  # states that wait until the head computes their keys and values
     draft_vocabulary_bytes: int = 0  # rows of lm_head that are copied for drafting
     rope_bytes_per_token: int = 0  # rotary tables, one for all layers
     scratch_bytes_per_token: int = 0  # what a prompt of the whole context needs on top
@@ -223,6 +224,7 @@ def device_items(request: PlanRequest, exit_layer: int | None, tiers: tuple[str,
         ("exit head", request.head_bytes if drafting else 0),
         ("draft vocabulary", request.draft_vocabulary_bytes if drafting else 0),
         ("exit head KV cache", request.kv_bytes_per_token * tokens if drafting else 0),
+        ("exit head states", request.head_state_bytes if drafting else 0),
         ("KV cache", request.kv_bytes_per_token * tokens * (len(tiers) - tiers.count(HOST_COMPUTE))),
         ("scratch", _scratch(request)),
         ("reserve", request.reserve_bytes),

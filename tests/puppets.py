@@ -159,7 +159,22 @@ def fresh_caches(engine: Engine, ids: Sequence[int]) -> list[Tensor]:
 
 
 def caches(engine: Engine, tokens: int) -> list[Tensor]:
-    """Copies of the first `tokens` entries of every cache: keys and values of the layers, then of the head."""
+    """Copies of the first `tokens` entries of every cache: keys and values of the layers, then of the head.
+
+    What the head has not computed yet is computed for the copy, and goes on waiting.
+    """
+    if engine.head is None:
+        return _entries(engine, tokens)
+    waiting, held = engine.head.waiting, engine.head.kv.read(0, engine.head.kv.capacity)
+    positions = list(waiting._positions)
+    engine.head.fill()
+    copies = _entries(engine, tokens)
+    engine.head.kv.write(0, held)
+    waiting._positions = positions
+    return copies
+
+
+def _entries(engine: Engine, tokens: int) -> list[Tensor]:
     owners = [engine.target.kv] + ([engine.head.kv] if engine.head is not None else [])
     pairs = [owner.layer(index) for owner in owners for index in range(owner.num_layers)]
     return [tensor[:, :tokens].clone() for pair in pairs for tensor in pair]

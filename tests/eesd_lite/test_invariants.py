@@ -234,6 +234,7 @@ def allocated(engine: Engine) -> dict[str, int]:
     if engine.head is not None:
         found["exit head"] = engine.head._norm.untyped_storage().nbytes()
         found["exit head KV cache"] = engine.head.kv.nbytes
+        found["exit head states"] = engine.head.waiting._states.nbytes
     return {name: size for name, size in found.items() if size}
 
 
