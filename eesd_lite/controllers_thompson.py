@@ -33,6 +33,7 @@ _EXPLORE_SHARE = 0.01  # of the time may be lost to drafting against the mean be
 _EXPLORE_GRANT = 2.0  # ... and so many plain rounds at the start, ...
 _EXPLORE_AGAIN = 1.0  # ... or so many where a plan's costs are known from earlier conversations, and at most
 _EXPLORE_MOST = 10.0  # so many saved up
+_REFUSAL = 4  # rounds for which "no draft" stands: beliefs and costs move by less than a per cent in them
 _EXPLORE_EVERY = 32  # rounds from one failed exploration to the next, so that cheap drafts of a bad head stay rare too
 
 
@@ -64,8 +65,9 @@ class ThompsonController:
         self._account = 0.0  # seconds that exploration may cost
         self._path: list[int] = []  # levels of this round's drafted tokens
         self._reach = 1.0  # probability, under the draw, that all of them are kept
-        self._draw: list[float] = []
-        self._later = 0.0
+        self._draw: list[float] = []  # this round's; empty until it is needed
+        self._average: list[float] = []  # posterior means of this round
+        self._later = self._average_later = 0.0
         self._cap = 0
         self._limit = 0
         self._exploring = False
@@ -77,18 +79,22 @@ class ThompsonController:
         self._wanted = False  # the last answer of go_on
         self._begun = False
         self._waiting = 0  # rounds until exploring is allowed again
+        self._refused = 0  # rounds until a refusal is thought over
 
     def begin(self, limit: int) -> None:
-        """Fixes the round's draw, curve and rate."""
+        """Fixes the round's curve and rate; its draw when something depends on it."""
         costs = self.costs
         self._limit = limit
         self._path = []
         self._reach = self._sure = 1.0
         self._exploring = self._wanted = False
+        self._refused -= 1
+        if self._refused > 0:
+            self._cap = 0
+            return
         self._cap = min(limit, _RAMP * costs.longest_seen() + 1)
-        draw = self._random.betavariate
-        self._draw = [draw(a, b) for a, b in self._posterior()]
-        self._later = self._mixture(self._seen, self._draw)
+        self._draw = []
+        self._average = self._mean()
         self._blind = costs.longest_seen() < 0
         if self._blind:
             self._cap = min(limit, _FIRST)
@@ -96,7 +102,14 @@ class ThompsonController:
         self._curve = costs.curve(limit)
         if costs.seen(0) == 1:
             self._curve = [_LONE_PLAIN * self._curve[0], *self._curve[1:]]
+        self._average_later = self._mixture(self._seen, self._average)
         self._rate = self._blend(costs)
+
+    def _fix_draw(self) -> None:
+        """Most rounds that do not draft are decided without it."""
+        if not self._draw:
+            self._draw = [self._random.betavariate(a, b) for a, b in self._posterior()]
+            self._later = self._mixture(self._seen, self._draw)
 
     def go_on(self) -> bool:
         """Whether some horizon pays from here; at the first token, also whether belief or account allow it."""
@@ -107,20 +120,21 @@ class ThompsonController:
         if len(self._path) >= self._cap:
             return False
         if self._blind:
-            last = self._path[-1] if self._path else len(self._draw)
-            mean = self._mean()
-            return self._sure * self._expected(last, mean) >= _FIRST_LEAST
+            last = self._path[-1] if self._path else len(self._average)
+            return self._sure * self._expected(last, self._average) >= _FIRST_LEAST
         if self._path:
             return self._pays(self._reach, self._expected(self._path[-1], self._draw), self._later)
-        start = len(self._draw)
-        wants = self._pays(1.0, self._expected(start, self._draw), self._later)
-        mean = self._mean()
-        if self._pays(1.0, self._expected(start, mean), self._mixture(self._seen, mean)):
-            return wants
-        # The mean belief says that drafting loses time. A draw may disagree, or a probe ask again, on account.
+        start = len(self._average)
+        promising = self._pays(1.0, self._expected(start, self._average), self._average_later)
+        # Where the mean belief says that drafting loses time, a draw may disagree, or a probe ask again, on account.
         price = max(self._curve[1] - self._curve[0], 0.01 * self._curve[0])
-        if self._account < price or self._waiting > 0:
+        if not promising and (self._account < price or self._waiting > 0):
+            self._refused = _REFUSAL
             return False
+        self._fix_draw()
+        wants = self._pays(1.0, self._expected(start, self._draw), self._later)
+        if promising:
+            return wants
         self._exploring = True
         if not wants:
             self._cap = 1
@@ -130,9 +144,11 @@ class ThompsonController:
         """Notes the level of a drafted token."""
         level = bisect_right(self._edges, confidence)
         self._path.append(level)
-        self._reach *= self._draw[level]
         if self._blind:
-            self._sure *= self._mean()[level]
+            self._sure *= self._average[level]
+        else:
+            self._fix_draw()
+            self._reach *= self._draw[level]
 
     def observe(self, accepted: int, seconds: float) -> None:
         """Learns from a round. Tokens after the first rejected one were never judged, so they teach nothing."""
@@ -174,12 +190,13 @@ class ThompsonController:
 
     def _blend(self, costs: RoundCosts) -> float:
         """Tokens per second that decoding achieves: what recent rounds did, and what belief and costs promise."""
-        mean = self._mean()
-        later = self._mixture(self._seen, mean)
-        tokens, coming = 1.0, self._expected(len(mean), mean)
+        later = self._average_later
+        tokens, coming = 1.0, self._expected(len(self._average), self._average)
         best = tokens / self._curve[0]
         best_seconds = self._curve[0]
         for k in range(1, self._cap + 1):
+            if tokens + _all_of(coming, later) <= best * self._curve[k]:
+                break  # not even all that could still come would be better: longer drafts take no less time
             tokens += coming
             coming *= later
             if tokens / self._curve[k] > best:
@@ -196,6 +213,8 @@ class ThompsonController:
         now = len(self._path)
         gain = -_LEAST_MORE if now else -_LEAST_START
         reach *= coming
+        if now < self._cap and gain + _all_of(reach, later) <= rate * (curve[now + 1] - curve[now]):
+            return False  # not even the longest draft would pay: it takes no less time than a single token
         for k in range(now + 1, self._cap + 1):
             gain += reach
             if gain > rate * (curve[k] - curve[now]):
@@ -237,3 +256,8 @@ class ThompsonController:
             "round_seconds": [round(s, 6) for s in self.costs.curve(16)[: self.costs.longest_seen() + 1]],
             "tokens_per_second": round(self.costs.throughput(), 3),
         }
+
+
+def _all_of(first: float, ratio: float) -> float:
+    """Sum of a geometric series without end."""
+    return first / max(1.0 - ratio, 1e-9)

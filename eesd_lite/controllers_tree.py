@@ -28,6 +28,8 @@ _RECENT = 64  # visited nodes whose best proposals say what asking is worth
 _LEAST_START, _LEAST_MORE = 0.03, 0.005  # tokens that a draft, and going on, must promise; as for chains
 _LONE_PLAIN = 0.7  # a single plain round may have been a hiccup: it counts as this much of its time
 _RAMP = 4  # a tree may have so many times the nodes of the largest whose time is known, and so many more
+_REFUSAL = 4  # as for chains
+_EXPLORE_AGAIN = 1.0  # plain rounds that exploration may cost in a conversation on a plan whose costs are known
 _EXPLORE_SHARE, _EXPLORE_GRANT, _EXPLORE_MOST, _EXPLORE_EVERY = 0.01, 4.0, 10.0, 32  # as for chains
 
 
@@ -156,9 +158,10 @@ class ThompsonTree(TreeController):
         self.calibration = Calibration()
         self._random = random.Random(rng_seed)
         self._best: deque[float] = deque(maxlen=_RECENT)  # confidence of the best proposal at nodes visited lately
-        self._account = _EXPLORE_GRANT * self.costs.seconds(0, 0)  # seconds that exploration may cost
+        self._account = _EXPLORE_AGAIN * self.costs.seconds(0, 0)  # seconds that exploration may cost
         self._waiting = 0  # rounds until exploring is allowed again
         self._exploring = False
+        self._refused = 0  # rounds until a refusal is thought over
         self._begun(0)
 
     def _begun(self, cap: int) -> None:
@@ -171,9 +174,13 @@ class ThompsonTree(TreeController):
     def begin(self, limit: int) -> None:
         """Fixes the round's draw and rate. The first round is plain: what a draft costs is known only against it."""
         most = self.costs.most_nodes
-        self._begun(min(limit, _RAMP * (most + 1)) if most >= 0 else 0)
         self._limit = limit
         self._exploring = False
+        self._refused -= 1
+        if self._refused > 0:
+            self._cap = self._nodes = self._steps = 0
+            return
+        self._begun(min(limit, _RAMP * (most + 1)) if most >= 0 else 0)
         self._draw = self.calibration.draw(self._random)
         self._typical = self._expected(self._draw)
 
@@ -195,6 +202,7 @@ class ThompsonTree(TreeController):
         # The mean belief says that drafting loses time. A draw may disagree, or a probe ask again, on account.
         price = max(price, 0.01 * self._time(0, 0))
         if self._account < price or self._waiting > 0:
+            self._refused = _REFUSAL
             return False
         self._exploring = True
         if not wants:

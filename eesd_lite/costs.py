@@ -32,6 +32,7 @@ class RoundCosts:
         self._steps: deque[float] = deque(maxlen=_WINDOW)  # drafting seconds per token of recent rounds
         self._tokens = 0.0
         self._seconds = 0.0
+        self._asked = 16  # the longest draft whose seconds are computed
         self._curve: list[float] = []  # seconds by k as last computed; empty: compute again
 
     def observe(self, k: int, seconds: float, emitted: int, draft_seconds: float | None = None) -> None:
@@ -89,7 +90,8 @@ class RoundCosts:
         """seconds(k) for k = 0 .. longest at least, never falling."""
         if len(self._curve) <= longest:
             self._drop_old()
-            self._curve = _fill(self._isotonic(), max(longest, 16), self.step())
+            self._asked = max(self._asked, longest)  # whoever asked for more will do so again
+            self._curve = _fill(self._isotonic(), self._asked, self.step())
         return self._curve
 
     def _drop_old(self) -> None:

@@ -96,20 +96,19 @@ class ExitHead:
         mapped = self._ops.dense(hidden.to(self._ops.dtype), self._affine, self._bias)
         return self._ops.rms_norm(mapped.to(torch.float32), self._norm, self._eps)
 
-    def keep(self, states: Tensor, rows: Rows) -> None:
-        """Visible tokens in a row, from which nothing is drafted; `states` as in `forward`.
+    def keep(self, states: Tensor, first: int) -> None:
+        """Visible tokens from position `first` on, from which nothing is drafted; `states` as in `forward`.
 
         Their keys and values are computed when they are needed, or when too many wait.
         """
-        assert rows.paths.shape[1] == 0, "only tokens in the slots of their positions can be kept"
-        first = int(rows.positions[0])
-        self.waiting.forget_from(first)
-        if len(rows) > self.waiting.room:
+        count, waiting = len(states), self.waiting
+        waiting.forget_from(first)
+        if count > waiting.room:
             self.fill()
-        if len(rows) > self.waiting.room:
-            self._layer.write_kv(states, rows, self.kv.layer(0), self._reach)
+        if count > waiting.room:
+            self._layer.write_kv(states, Rows.chain(first, count, states.device), self.kv.layer(0), self._reach)
         else:
-            self.waiting.add(states, first)
+            waiting.add(states, first)
 
     def forget_from(self, position: int) -> None:
         """Tokens from `position` on are no longer visible, so what waits there must not be computed any more."""

@@ -136,7 +136,7 @@ class NgramDrafter:
     ) -> Choice | None:
         if best is not None and (self._head is None or best.belief >= self.head_belief):
             if self._head is not None:
-                self._head.keep(state, rows)
+                self._head.keep(state, position - 1)
             return Choice(best.token, best.belief)
         if self._head is None:
             return None
@@ -157,10 +157,10 @@ class NgramDrafter:
                 self._head_weight = _HEAD_KEEP * self._head_weight + 1.0
         self._guesses = {}
 
-    def keep(self, state: Tensor, rows: Rows) -> None:
+    def keep(self, states: Tensor, first: int) -> None:
         """See `speculative.Drafter`."""
         if self._head is not None:
-            self._head.keep(state, rows)
+            self._head.keep(states, first)
 
     def move(self, sources: list[int], targets: list[int]) -> None:
         """See `speculative.Drafter`."""

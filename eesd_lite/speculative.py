@@ -31,8 +31,11 @@ class Drafter(Protocol):
         """A token for `position`, given the state [1, hidden] of the node before it and the ids before it; or None."""
         ...
 
-    def keep(self, state: Tensor, rows: Rows) -> None:
-        """Visible tokens from which nothing was proposed: whatever the drafter keeps per token, keep it until needed."""
+    def keep(self, states: Tensor, first: int) -> None:
+        """Visible tokens from position `first` on, from which nothing was proposed; their states [rows, hidden].
+
+        Whatever the drafter keeps per token it has to have when it proposes again.
+        """
         ...
 
     def move(self, sources: list[int], targets: list[int]) -> None:
@@ -93,9 +96,9 @@ class HeadDrafter:
             sound = torch.isfinite(torch.stack(torch.aminmax(logits, dim=1))).all(0).tolist()
             yield from (row if good else None for row, good in zip(logits, sound, strict=True))
 
-    def keep(self, state: Tensor, rows: Rows) -> None:
+    def keep(self, states: Tensor, first: int) -> None:
         """See `Drafter`."""
-        self._head.keep(state, rows)
+        self._head.keep(states, first)
 
     def move(self, sources: list[int], targets: list[int]) -> None:
         """See `Drafter`."""
@@ -230,11 +233,11 @@ def crop(target: Target, drafter: Drafter | None, drafted: Draft, accepted: Acce
         drafter.move(sources, targets)
     for depth, node in enumerate(path):
         if node not in drafted.proposed_from:
-            drafter.keep(drafted.states[node : node + 1], Rows.chain(tree.start + depth, 1, target.device))
+            drafter.keep(drafted.states[node : node + 1], tree.start + depth)
 
 
 def keep_prefix(drafter: Drafter, hidden: Tensor, rows: Rows, chunk: int = 128) -> None:
     """Hand the states of a prompt to the drafter in bounded pieces."""
+    start = int(rows.positions[0])
     for first in range(0, len(rows), chunk):
-        last = min(first + chunk, len(rows))
-        drafter.keep(hidden[first:last], rows.slice(first, last))
+        drafter.keep(hidden[first : first + chunk], start + first)

@@ -13,7 +13,8 @@ _KEEP = 0.98  # per round: about the last 50 count
 _RATE_KEEP = 0.985  # as in costs.py
 _OUTLIER = 3.0  # a round that took more than this many times what was expected counts as this much
 _TRUSTED_ROUNDS = 3  # before so many rounds nothing is called an outlier
-_SWEEPS = 20  # of coordinate descent after each round; it starts from the last solution
+_SWEEPS = 20  # of coordinate descent after each round; it starts from the last solution, ...
+_PLAIN_SWEEPS = 3  # ... which a round without a draft moves little, and such rounds are short
 _RIDGE = 1e-3  # relative to a feature's own weight: shares out the cost of features that only occur together
 
 
@@ -49,7 +50,7 @@ class TreeCosts:
             for j, y in enumerate(features):
                 row[j] = _KEEP * row[j] + weight * x * y
             self._moment[i] = _KEEP * self._moment[i] + weight * x * seconds
-        self._solve()
+        self._solve(_SWEEPS if nodes else _PLAIN_SWEEPS)
 
     def seconds(self, nodes: int, steps: int) -> float:
         """Expected seconds of a round; 0 before the first."""
@@ -59,9 +60,9 @@ class TreeCosts:
         """Recent tokens per second; 0 before the first round."""
         return self._tokens / self._seconds if self._seconds > 0 else 0.0
 
-    def _solve(self) -> None:
+    def _solve(self, sweeps: int) -> None:
         """Coordinate descent for non-negative least squares."""
-        for _ in range(_SWEEPS):
+        for _ in range(sweeps):
             for i, row in enumerate(self._gram):
                 if row[i] <= 0.0:
                     continue

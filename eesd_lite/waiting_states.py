@@ -31,7 +31,7 @@ class WaitingStates:
         return WAITING_ROWS - len(self._positions)
 
     def add(self, states: Tensor, first: int) -> None:
-        """states float32 [rows, hidden] of tokens from position `first` on: they take the place of what waited there."""
+        """states float32 [rows, hidden] of tokens from position `first` on; they replace what waited there."""
         self.forget_from(first)
         count = len(self._positions)
         self._states[count : count + len(states)].copy_(states)

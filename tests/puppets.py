@@ -46,9 +46,9 @@ class Puppet:
     def _continues(self, history: Sequence[int]) -> bool:
         return history[-1] == self._last
 
-    def keep(self, state: Tensor, rows: Rows) -> None:
+    def keep(self, states: Tensor, first: int) -> None:
         if self._head is not None:
-            self._head.keep(state, rows)
+            self._head.keep(states, first)
 
     def move(self, sources: list[int], targets: list[int]) -> None:
         if self._head is not None:
@@ -153,7 +153,7 @@ def fresh_caches(engine: Engine, ids: Sequence[int]) -> list[Tensor]:
     target, rows = engine.target, Rows.chain(0, len(ids))
     hidden = target.lower(target.embed(list(ids)), rows)
     if engine.head is not None:
-        engine.head.keep(hidden.clone(), rows)
+        engine.head.keep(hidden.clone(), 0)
     target.upper(hidden, rows)
     return caches(engine, len(ids))
 

@@ -83,7 +83,7 @@ class Told:
         self.asked += 1
         return Choice(self.tokens.get(position, 0), 0.5)
 
-    def keep(self, state: Any, rows: Any) -> None:
+    def keep(self, states: Any, first: Any) -> None:
         self.kept += 1
 
     def move(self, sources: list[int], targets: list[int]) -> None: ...

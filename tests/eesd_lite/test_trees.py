@@ -72,8 +72,8 @@ class Branching:
                 found.append(Choice(token, rng.random()))  # the same token twice below one node
         return found
 
-    def keep(self, state: Tensor, rows: Rows) -> None:
-        self._head.keep(state, rows)
+    def keep(self, states: Tensor, first: int) -> None:
+        self._head.keep(states, first)
 
     def move(self, sources: list[int], targets: list[int]) -> None:
         self._head.move(sources, targets)
@@ -253,7 +253,7 @@ class Script:
     def propose(self, state: Tensor, rows: Rows, *, position: int, history: Sequence[int]) -> Choice | None:
         raise AssertionError("trees ask for branches")
 
-    def keep(self, state: Tensor, rows: Rows) -> None: ...
+    def keep(self, states: Tensor, first: int) -> None: ...
 
     def move(self, sources: list[int], targets: list[int]) -> None: ...
 
@@ -354,7 +354,7 @@ class Silent:
     def propose(self, state: Tensor, rows: Rows, *, position: int, history: Sequence[int]) -> Choice | None:
         raise AssertionError("trees ask for branches")
 
-    def keep(self, state: Tensor, rows: Rows) -> None: ...
+    def keep(self, states: Tensor, first: int) -> None: ...
 
     def move(self, sources: list[int], targets: list[int]) -> None: ...
 
