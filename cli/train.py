@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cli.common import quantize_option, reports_errors
+from cli.common import quantize_option, reports_errors, weights_option
 from cli.render import ProgressDisplay
 from eesd_lite.progress import Progress, no_progress
 from eesd_lite.units import format_size
@@ -76,6 +76,7 @@ class Layers(click.ParamType):
     metavar="DIR",
     help="Go on from the heads in DIR, at a third of the learning rate.",
 )
+@weights_option
 @quantize_option
 @click.option("--instant", is_flag=True, help="Stop after the closed form: usable heads in about a minute.")
 @click.option("--estimate", "only_estimate", is_flag=True, help="Only say what it would take.")
@@ -111,7 +112,8 @@ def train(model: str, *, out: Path | None, only_estimate: bool, **options: Any) 
             f"{report.path}  agreement {report.quality.agreement:.3f} ({begun} {report.start.agreement:.3f})  "
             f"overlap {report.quality.overlap:.3f}  tau {report.tau:.2f}  {report.minutes:.1f} min"
         )
-    click.echo(f"use one with: eesd-chat {model} --head {reports[0].path}", err=True)
+    chosen = "" if options["weights"] is None else f" --weights {options['weights']}"
+    click.echo(f"use one with: eesd-chat {model}{chosen} --head {reports[0].path}", err=True)
 
 
 def _estimate_line(model: str, options: dict[str, Any], progress: Progress) -> str:
@@ -146,12 +148,8 @@ def _train(model: str, out: Path, options: dict[str, Any], progress: Progress) -
     settings = TrainSettings(epochs=options["epochs"] or EPOCHS, minutes=options["minutes"], seed=options["seed"])
     if options["start"] is not None:
         settings = replace(settings, learning_rate=settings.learning_rate * CONTINUED_RATE)
-    request = TrainRequest(
-        model=model,
-        out=out,
-        settings=settings,
-        **{name: options[name] for name in ("exit_layers", "tokens", "data", "instant", "start", "seed", "quantize")},
-    )
+    names = ("exit_layers", "tokens", "data", "instant", "start", "seed", "quantize", "weights")
+    request = TrainRequest(model=model, out=out, settings=settings, **{name: options[name] for name in names})
     return train_heads(request, progress)
 
 

@@ -80,9 +80,11 @@ def folder_fingerprint(folder: Path, config: ModelConfig, weights: str | None = 
     return target_fingerprint(config, Checkpoint(Path(folder), weights).tensor)
 
 
-def states_fingerprint(folder: Path, config: ModelConfig, quantize: str | None) -> str:
+def states_fingerprint(
+    folder: Path, config: ModelConfig, quantize: str | None = None, weights: str | None = None
+) -> str:
     """Names the teacher: states of a model in 16 bit are not those of the same folder in nf4."""
-    return folder_fingerprint(folder, config) + (f"-{quantize}" if quantize else "")
+    return folder_fingerprint(folder, config, weights) + (f"-{quantize}" if quantize else "")
 
 
 def save_head(

@@ -165,13 +165,14 @@ def generate_cache(
     seed: int,
     length: int = 384,
     quantize: str | None = None,
+    weights: str | None = None,
     progress: Progress = no_progress,
 ) -> None:
     """Write a state cache of about `tokens` positions; a cache that a kill left behind is continued, batch by batch."""
     batch = min(LARGEST_BATCH, max(1, -(-tokens // length)))
-    target = DenseTarget(folder, context=length, quantize=quantize)
+    target = DenseTarget(folder, context=length, quantize=quantize, weights=weights)
     scaffold = chat_scaffold(folder, target.config.eos_token_ids)
-    with open_writer(out_dir, target, exit_layers) as writer:
+    with open_writer(out_dir, target, exit_layers, weights) as writer:
         skip = writer.meta.sequences // batch
         for written in batches(
             target, scaffold, tokens=tokens, batch=batch, length=length, seed=seed, exit_layers=exit_layers,

@@ -36,6 +36,7 @@ def make_instant_head(source: ModelSource, exit_layer: int, progress: Progress =
                 tokens=INSTANT_TOKENS,
                 instant=True,
                 quantize=source.quantize,
+                weights=source.weights,
             )
             train_heads(request, progress)
             (work / head_name(exit_layer)).replace(path)

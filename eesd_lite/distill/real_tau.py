@@ -19,7 +19,10 @@ PROMPT_TOKENS = 64
 NEW_TOKENS = 64
 
 
-def measure_tau(folder: Path, head: Path, cache: StateCache, progress: Progress, quantize: str | None = None) -> float:
+def measure_tau(
+    folder: Path, head: Path, cache: StateCache, progress: Progress, *, quantize: str | None = None,
+    weights: str | None = None,
+) -> float:  # fmt: skip
     """Mean tokens per round over the beginnings of held-out sequences, with up to four drafted tokens a round."""
     from eesd_lite.engine import Engine  # the engine may ask for an instant head, which leads here again
 
@@ -28,7 +31,7 @@ def measure_tau(folder: Path, head: Path, cache: StateCache, progress: Progress,
     params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
     with Engine.from_pretrained(
         folder, head=head, controller=CONTROLLER, context=PROMPT_TOKENS + NEW_TOKENS, draft_limit=4, progress=progress,
-        quantize=quantize,
+        quantize=quantize, weights=weights,
     ) as engine:  # fmt: skip
         for number, sequence in enumerate(sequences):
             progress("decoding with the new head, conversation", number, len(sequences))

@@ -51,6 +51,7 @@ class TrainRequest:
     instant: bool = False
     start: Path | None = None  # a folder of finished heads to go on from; None: the closed form
     quantize: str | None = None  # nf4 or fp4: the teacher is the 16-bit model in 4 bits, as it will be run
+    weights: str | None = None  # the file to read, where the model's folder holds several
     seed: int = 0
     settings: TrainSettings = field(default_factory=TrainSettings)
 
@@ -96,17 +97,17 @@ def train_heads(request: TrainRequest, progress: Progress = no_progress) -> list
         write_states(request, folder, config, cache_folder, progress)
     accelerator.wait_for_everyone()
     cache = StateCache(cache_folder)
-    fingerprint = states_fingerprint(folder, config, request.quantize)
+    fingerprint = states_fingerprint(folder, config, request.quantize, request.weights)
     if cache.meta.fingerprint != fingerprint:
         raise PrepareError(f"{cache_folder}: states of another model; delete the folder or give another --out")
-    parts = target_parts(
-        folder, config, request.exit_layers, longest=int(cache.lengths.max()), quantize=request.quantize
-    )
+    chosen = {"quantize": request.quantize, "weights": request.weights}
+    parts = target_parts(folder, config, request.exit_layers, longest=int(cache.lengths.max()), **chosen)
     reports = []
     for exit_layer in request.exit_layers:
         report = _one_head(request, exit_layer, cache, parts, config, accelerator, progress)
         if accelerator.is_main_process:
-            report = replace(report, tau=round(measure_tau(folder, report.path, cache, progress, request.quantize), 3))
+            tau = measure_tau(folder, report.path, cache, progress, **chosen)
+            report = replace(report, tau=round(tau, 3))
         reports.append(report)
     if accelerator.is_main_process:
         _write_report(Path(request.out), reports)
@@ -153,7 +154,7 @@ def write_states(
 
         generate_cache(
             folder, out, exit_layers=request.exit_layers, tokens=request.tokens, seed=request.seed, progress=progress,
-            quantize=request.quantize,
+            quantize=request.quantize, weights=request.weights,
         )  # fmt: skip
         return
     from eesd_lite.distill.teacher import cache_texts
@@ -167,16 +168,22 @@ def write_states(
         max_tokens=request.tokens,
         progress=progress,
     )
-    cache_texts(folder, out, sequences, exit_layers=request.exit_layers, progress=progress, quantize=request.quantize)
+    cache_texts(
+        folder, out, sequences, exit_layers=request.exit_layers, progress=progress, quantize=request.quantize,
+        weights=request.weights,
+    )  # fmt: skip
 
 
 def target_parts(
-    folder: Path, config: ModelConfig, exit_layers: Sequence[int], *, longest: int, quantize: str | None = None
-) -> TargetParts:
+    folder: Path, config: ModelConfig, exit_layers: Sequence[int], *, longest: int, quantize: str | None = None,
+    weights: str | None = None,
+) -> TargetParts:  # fmt: skip
     """The few dense tensors of the target that training touches."""
     from eesd_lite.distill.teacher import DenseTarget
 
-    target = DenseTarget(folder, context=longest, dtype=torch.float32, layer_budget=0, quantize=quantize)
+    target = DenseTarget(
+        folder, context=longest, dtype=torch.float32, layer_budget=0, quantize=quantize, weights=weights
+    )
     shape, layers = HeadShape.from_config(config), {}
     for exit_layer in exit_layers:
         found = target.layer(exit_layer).named()

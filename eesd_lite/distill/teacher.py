@@ -37,9 +37,10 @@ class DenseTarget:
         dtype: torch.dtype = torch.bfloat16,
         layer_budget: int = 8 * 2**30,
         quantize: str | None = None,
+        weights: str | None = None,
     ) -> None:
         self.config = ModelConfig.from_folder(folder)
-        self.checkpoint = Checkpoint(folder, quantize=quantize)
+        self.checkpoint = Checkpoint(folder, weights, quantize=quantize)
         self.dtype = dtype
         self.reaches = layer_reaches(self.config, context)
         self.embedding = self.checkpoint.tensor(EMBEDDING).to(dtype)
@@ -90,14 +91,16 @@ class DenseTarget:
         return F.linear(rms_norm(final, self.norm, self.config.rms_norm_eps), self.lm_head)
 
 
-def open_writer(out_dir: Path, target: DenseTarget, exit_layers: Sequence[int]) -> StateCacheWriter:
+def open_writer(
+    out_dir: Path, target: DenseTarget, exit_layers: Sequence[int], weights: str | None = None
+) -> StateCacheWriter:
     """A state cache for this target; one that was left unfinished is continued."""
     config, scaling = target.config, target.config.rope_scaling
     return StateCacheWriter(
         out_dir,
         hidden_size=config.hidden_size,
         exit_layers=exit_layers,
-        fingerprint=states_fingerprint(target.checkpoint.folder, config, target.checkpoint.quantize),
+        fingerprint=states_fingerprint(target.checkpoint.folder, config, target.checkpoint.quantize, weights),
         rope={"rope_theta": config.rope_theta, "rope_scaling": asdict(scaling) if scaling else None},
     )
 
@@ -111,14 +114,15 @@ def cache_texts(
     progress: Progress = no_progress,
     batch_tokens: int = 8192,
     quantize: str | None = None,
+    weights: str | None = None,
 ) -> None:
     """Pass the user's own token sequences through the target and write the state cache `out_dir`."""
     if not sequences:
         raise PromptError("the training text holds no sequence of two tokens or more")
-    target = DenseTarget(folder, context=max(len(ids) for ids in sequences), quantize=quantize)
+    target = DenseTarget(folder, context=max(len(ids) for ids in sequences), quantize=quantize, weights=weights)
     order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))  # like lengths share a batch: little padding
     done = 0
-    with open_writer(out_dir, target, exit_layers) as writer:
+    with open_writer(out_dir, target, exit_layers, weights) as writer:
         while done < len(order):
             length = len(sequences[order[min(done + 1, len(order)) - 1]])
             count = max(1, batch_tokens // max(1, length))

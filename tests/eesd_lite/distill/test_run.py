@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from eesd_lite.distill.run import TrainRequest, head_name, train_heads
+from cli.main import eesd
+from eesd_lite.distill import run
+from eesd_lite.distill.run import HeadReport, TrainRequest, head_name, train_heads
 from eesd_lite.distill.settings import TrainSettings
 from eesd_lite.distill.state_cache import StateCache
 from eesd_lite.distill.teacher import DenseTarget, cache_texts
@@ -69,6 +72,28 @@ def test_the_teacher_of_a_quantized_model_is_the_quantized_model(tiny, target: P
         train_heads(replace(request, quantize=None))
 
 
+def test_where_a_folder_holds_several_files_the_teacher_is_the_one_that_is_named(
+    tiny, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # type: ignore[no-untyped-def]
+    other = {name: tensor * 1.5 for name, tensor in load_file(target / "model.safetensors").items()}
+    (target / "model.safetensors").rename(target / "one.safetensors")
+    save_file(other, target / "other.safetensors")
+    cache_texts(target, tmp_path / "states", sequences(), exit_layers=(1,), weights="other.safetensors")
+
+    def train(request: TrainRequest, progress: object) -> list[HeadReport]:
+        return train_heads(replace(request, cache=tmp_path / "states"))
+
+    monkeypatch.setattr(run, "train_heads", train)
+    options = ["--weights", "other.safetensors", "--exit-layers", "1", "--instant", "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(eesd, ["train", str(target), *options])
+    assert result.exit_code == 0 and "--weights other.safetensors --head" in result.stderr, result.stderr
+    made_for = [folder_fingerprint(target, tiny.config, f"{name}.safetensors") for name in ("other", "one")]
+    load_head(tmp_path / "out" / head_name(1), tiny.config, made_for[0])
+    with pytest.raises(HeadError):
+        load_head(tmp_path / "out" / head_name(1), tiny.config, made_for[1])
+    assert StateCache(tmp_path / "states").meta.fingerprint == made_for[0]
+
+
 def test_training_writes_one_loadable_head_per_exit_layer_and_a_report(
     tiny, target: Path, states: Path, tmp_path: Path
 ) -> None:  # type: ignore[no-untyped-def]
@@ -121,7 +146,7 @@ def test_instant_stops_after_the_closed_form(tiny, target: Path, states: Path, t
 def test_a_finished_head_is_trained_further_and_only_by_its_own_model(
     tiny, target: Path, states: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr("eesd_lite.distill.run.measure_tau", lambda *_: 0.0)  # judged above
+    monkeypatch.setattr("eesd_lite.distill.run.measure_tau", lambda *_, **__: 0.0)  # judged above
     request = TrainRequest(model=str(target), exit_layers=(3,), out=tmp_path / "a", cache=states, settings=SETTINGS)
     first = train_heads(request)[0]
     onward = replace(request, out=tmp_path / "b", start=tmp_path / "a")
@@ -145,7 +170,7 @@ def test_the_users_own_text_is_cached_once(target: Path, tmp_path: Path, monkeyp
             return [ord(letter) % 200 for letter in text]
 
     monkeypatch.setattr("eesd_lite.text.TextCodec.from_folder", lambda folder: Letters())
-    monkeypatch.setattr("eesd_lite.distill.run.measure_tau", lambda *_: 0.0)  # the engine needs a whole codec
+    monkeypatch.setattr("eesd_lite.distill.run.measure_tau", lambda *_, **__: 0.0)  # the engine needs a whole codec
     data = tmp_path / "data.jsonl"
     data.write_text("\n".join(json.dumps({"text": f"sample number {i} " * 3}) for i in range(30)))
     request = TrainRequest(
