@@ -35,6 +35,7 @@ from cli.common import (
 from cli.interrupts import Terminated, raising_terminated
 from cli.render import ProgressDisplay
 from cli.session import ChatEngine, note
+from cli.start import start
 from cli.talk import Chat, OpenEngine, open_chat, talk
 from eesd_lite.controller import any_controller
 from eesd_lite.errors import EesdError
@@ -252,7 +253,7 @@ what --session has kept, then the model's section in {_config_name()}, then the 
 
 def main() -> None:
     """The installed program `eesd-chat`."""
-    make_command()(prog_name="eesd-chat")
+    start(make_command(), "eesd-chat")
 
 
 if __name__ == "__main__":

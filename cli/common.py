@@ -6,7 +6,9 @@ Errors of any other kind are bugs and keep their traceback.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -125,8 +127,26 @@ def reports_errors(function: Function) -> Function:
     return command  # type: ignore[return-value]
 
 
+class _Forgiving(io.TextIOWrapper):
+    """stderr where nothing can be written: what is said there is lost, and the answer on stdout is not."""
+
+    def write(self, text: str) -> int:
+        try:
+            return super().write(text)
+        except OSError:
+            return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            super().flush()
+
+
 def harden_streams() -> None:
-    """Characters that the console's encoding lacks become question marks instead of an exception."""
+    """Characters that the console's encoding lacks become question marks instead of an exception; see _Forgiving."""
+    if type(sys.stderr) is io.TextIOWrapper:
+        sys.stderr = _Forgiving(
+            sys.stderr.buffer, encoding=sys.stderr.encoding, line_buffering=True, write_through=sys.stderr.write_through
+        )
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from cli.common import harden_streams
+from cli.start import start
 from eesd_lite import __version__
 
 SUBCOMMANDS = {
@@ -101,12 +101,11 @@ class _Lazy(click.Group):
 @click.version_option(__version__, prog_name="eesd-lite")
 def eesd() -> None:
     """Prepare, train, measure: everything around `eesd-chat`."""
-    harden_streams()
 
 
 def main() -> None:
     """The installed program `eesd`."""
-    eesd(prog_name="eesd")
+    start(eesd, "eesd")
 
 
 if __name__ == "__main__":

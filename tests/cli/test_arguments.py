@@ -87,3 +87,18 @@ def test_a_rate_may_be_written_per_second() -> None:
     from cli.common import Rate
 
     assert Rate().convert("200MB/s", None, None) == Rate().convert("200MB", None, None) == 200_000_000
+
+
+@pytest.mark.parametrize("program", ["eesd", "eesd_chat"])
+@pytest.mark.parametrize("words", [{}, {"COMP_WORDS": "eesd"}, {"COMP_WORDS": "eesd", "COMP_CWORD": "one"}])
+def test_a_stray_request_for_shell_completion_is_one_line(
+    program: str, words: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {f"_{program.upper()}_COMPLETE": "bash_complete", **words}.items():
+        monkeypatch.setenv(name, value)
+    code, out, errors, _ = start(program)
+    assert (code, out) == (1, "")
+    assert errors.startswith(
+        f"{program.replace('_', '-')}: error: _{program.upper()}_COMPLETE asks for shell completion"
+    )
+    assert errors.count("\n") == 1

@@ -134,6 +134,17 @@ def test_a_reader_that_leaves_ends_the_program_quietly(scripted: Make) -> None:
     assert chat.closed()
 
 
+def test_a_stderr_that_cannot_be_written_does_not_cost_the_answer(scripted: Make) -> None:
+    chat = scripted(notices=["something to say"])
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [*chat.command, "model", "-p", "x"], cwd=ROOT, env=chat.environment(), stdout=subprocess.PIPE, stderr=full,
+            text=True, timeout=LIMIT,
+        )  # fmt: skip
+    assert (result.returncode, result.stdout) == (0, "Hello world\n")
+    assert chat.closed()
+
+
 def test_a_console_that_lacks_a_character_shows_a_question_mark(scripted: Make) -> None:
     chat = scripted(answers=[f"a{EMOJI}b caf\u00e9"])
     result = chat.run("-p", f"{EMOJI}", stdin=b"", env={"PYTHONIOENCODING": "cp1252", "PYTHONUTF8": "0"})

@@ -19,6 +19,7 @@ from eesd_lite.baselines import peer as peer_module
 from eesd_lite.baselines.peer import Peer, PeerSpec
 from eesd_lite.bench.limits import memory_group
 from eesd_lite.bench.offload import plots
+from eesd_lite.bench.offload import run as run_module
 from eesd_lite.bench.offload.report import markdown
 from eesd_lite.bench.offload.run import run_offload
 from eesd_lite.bench.offload.settings import OffloadSettings, parse_rate
@@ -137,6 +138,22 @@ def test_pictures_are_drawn_from_the_report_alone(report: dict[str, Any], tmp_pa
 def test_bad_arguments_are_named_before_anything_is_loaded(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(eesd, ["bench", "offload", "nowhere", *arguments], prog_name="eesd")
     assert result.exit_code != 0 and message in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(("flag", "goes_on"), [([], True), (["--stop-at-eos"], False)])
+def test_answers_go_on_to_the_last_token_unless_they_may_end(
+    flag: list[str], goes_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[OffloadSettings] = []
+
+    def record(settings: OffloadSettings, progress: Any) -> dict[str, Any]:
+        asked.append(settings)
+        return {"points": []}
+
+    monkeypatch.setattr(run_module, "run_offload", record)
+    arguments = ["bench", "offload", "model", "--memory", "64MiB", "--drafter", "ngram", "--draft-vocab", "99", *flag]
+    assert CliRunner().invoke(eesd, arguments).exit_code == 0
+    assert (asked[0].ignore_eos, asked[0].drafters, asked[0].draft_vocab) == (goes_on, ("ngram",), 99)
 
 
 def test_a_rate_is_the_disks_own_or_a_number() -> None:
