@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from cli.common import quantize_option, reports_errors, weights_option
+from cli.common import Size, quantize_option, reports_errors, weights_option
 from cli.render import ProgressDisplay
 
 PATH = click.Path(path_type=Path, dir_okay=False)
@@ -17,7 +17,11 @@ PATH = click.Path(path_type=Path, dir_okay=False)
 
 @click.command("eval", short_help="Perplexity of a model, and its KL divergence from a reference.")
 @click.argument("model")
-@click.option("--reference", metavar="MODEL", help="Compare with this model, such as the 16-bit original.")
+@click.option(
+    "--reference",
+    metavar="MODEL",
+    help="Compare with this model, such as the 16-bit original. Both are whole in memory, but for --device-memory.",
+)
 @click.option("--text", type=PATH, help="A text file.  [default: the 40 prompts of eesd bench]")
 @click.option("--ids", type=PATH, help="Token ids instead of text: JSONL, a list of ids a line.")
 @click.option(
@@ -25,6 +29,12 @@ PATH = click.Path(path_type=Path, dir_okay=False)
 )
 @click.option("--limit-windows", type=click.IntRange(min=1), help="Only the first so many windows or lines of ids.")
 @click.option("--engine", is_flag=True, help="Run MODEL with this project's engine instead of transformers.")
+@click.option(
+    "--device-memory",
+    type=Size(),
+    metavar="SIZE",
+    help="With --engine: run MODEL and the reference by the engine, each within so much memory.",
+)
 @quantize_option
 @weights_option
 @click.option("--reference-dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)

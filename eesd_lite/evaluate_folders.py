@@ -37,7 +37,8 @@ class EvalSettings:
     ids: Path | None = None  # at most one of the two; neither: the shipped prompts
     window: int = WINDOW
     limit_windows: int | None = None
-    engine: bool = False  # the model through our engine; a reference is always run by transformers
+    engine: bool = False  # the model through our engine, and the reference by transformers unless memory is bounded
+    device_memory: int | None = None  # bytes that model and reference may each take, both through our engine
     weights: str | None = None  # the file to read, where the folder of the model holds several
     quantize: str | None = None  # nf4 or fp4: the model in 4 bits, whoever runs it; a reference stays as it is
     dtype: str | None = None
@@ -47,6 +48,8 @@ class EvalSettings:
     def __post_init__(self) -> None:
         if self.text is not None and self.ids is not None:
             raise EesdError("--text and --ids exclude each other")
+        if self.device_memory is not None and not self.engine:
+            raise EesdError("--device-memory needs --engine: transformers holds whole models in memory")
 
     @property
     def model_dtype(self) -> str:
@@ -91,7 +94,7 @@ def evaluate_folders(settings: EvalSettings, progress: Progress) -> dict[str, An
         reference = None
         if folder is not None:
             progress(f"loading {settings.reference}", 0, 0)
-            reference = TransformersScorer.from_folder(folder, _DTYPES[settings.reference_dtype])
+            reference = _open_reference(settings, folder, max(longest, 8), stack, progress)
         found = evaluate(model, sequences, reference=reference, progress=progress)
     return {
         "model": source.name,
@@ -101,6 +104,7 @@ def evaluate_folders(settings: EvalSettings, progress: Progress) -> dict[str, An
         "dtype": settings.model_dtype,
         "quantize": settings.quantize,
         "reference_dtype": None if folder is None else settings.reference_dtype,
+        "reference_forward": None if folder is None else _reference_forward(settings),
         "text": str(settings.text or settings.ids or "shipped prompts"),
         "window": settings.window,
         **found.as_dict(),
@@ -124,7 +128,22 @@ def _open(settings: EvalSettings, folder: Path, context: int, stack: ExitStack, 
         )
     engine = Engine.from_pretrained(
         folder, head="off", controller="off", context=context, dtype=settings.model_dtype,
-        quantize=settings.quantize, weights=settings.weights, progress=progress,
+        quantize=settings.quantize, weights=settings.weights, device_memory=settings.device_memory, progress=progress,
+    )  # fmt: skip
+    return EngineScorer(stack.enter_context(engine))
+
+
+def _reference_forward(settings: EvalSettings) -> str:
+    """transformers is the independent one, but holds all of a model."""
+    return "transformers" if settings.device_memory is None else "engine"
+
+
+def _open_reference(settings: EvalSettings, folder: Path, context: int, stack: ExitStack, progress: Progress) -> Scorer:
+    if _reference_forward(settings) == "transformers":
+        return TransformersScorer.from_folder(folder, _DTYPES[settings.reference_dtype])
+    engine = Engine.from_pretrained(
+        folder, head="off", controller="off", context=context, dtype=settings.reference_dtype,
+        device_memory=settings.device_memory, progress=progress,
     )  # fmt: skip
     return EngineScorer(stack.enter_context(engine))
 

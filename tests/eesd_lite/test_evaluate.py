@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from eesd_lite.engine import Engine
 from eesd_lite.errors import EesdError, ModelError, PromptError
 from eesd_lite.evaluate import TransformersScorer, dequantized_state, evaluate, read_ids, read_text, windows
 from eesd_lite.evaluate_folders import EvalSettings, evaluate_folders
@@ -134,6 +136,36 @@ def test_both_forwards_give_the_same_figures(folders: tuple[Path, Path], tmp_pat
     assert ours["tokens"] == independent["tokens"]
     assert ours["nll"] == pytest.approx(independent["nll"], rel=1e-5)
     assert ours["kld"] == pytest.approx(independent["kld"], rel=1e-3)  # a difference of nearly equal numbers
+
+
+def test_with_a_memory_budget_model_and_reference_are_streamed_and_the_figures_stay(
+    folders: tuple[Path, Path], tmp_path: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "ids.jsonl"
+    path.write_text("\n".join(map(str, IDS)))
+    asked = {"model": str(folders[0]), "reference": str(folders[1]), "ids": path, "engine": True, "dtype": "float32"}
+    opened: list[Engine] = []
+    plain = Engine.from_pretrained
+
+    def recorded(*arguments: Any, **options: Any) -> Engine:
+        opened.append(plain(*arguments, **options))
+        return opened[-1]
+
+    monkeypatch.setattr(Engine, "from_pretrained", recorded)
+    small = {"head": "off", "controller": "off", "context": 64, "dtype": "float32", "resident_layers": 1}
+    budget = max(recorded(folder, **small).plan.total_bytes for folder in folders)
+    whole = evaluate_folders(EvalSettings(**asked), no_progress)
+    bounded = evaluate_folders(EvalSettings(**asked, device_memory=budget), no_progress)
+    assert whole["reference_forward"] == "transformers" and bounded["reference_forward"] == "engine"
+    assert len(opened) == 2 + 1 + 2
+    assert all(engine.plan.total_bytes <= budget and engine.plan.sweep_bytes > 0 for engine in opened[-2:])
+    assert bounded["nll"] == whole["nll"]
+    assert bounded["reference_nll"] == pytest.approx(whole["reference_nll"], rel=1e-5)
+    assert bounded["kld"] == pytest.approx(whole["kld"], rel=1e-3)  # a difference of nearly equal numbers
+    for engine in opened:
+        engine.close()
+    with pytest.raises(EesdError, match="--device-memory needs --engine"):
+        EvalSettings(model="x", device_memory=budget)
 
 
 def test_without_a_text_the_shipped_prompts_are_used_and_a_text_is_cut_into_windows(
