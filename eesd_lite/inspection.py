@@ -82,7 +82,7 @@ def inspect_model(model: str | Path, weights_file: str | None = None) -> Inspect
         refusals.append(str(error))
     weights = _inspect_weights(source, config, weights_file, refusals, notes)
     text = read_text_facts(source.folder)
-    refusals += text.problems
+    refusals += text.problems or _tokenizer_problems(source.folder, text)
     rows = config.vocab_size if config is not None else None
     if rows is not None and text.tokens is not None and text.tokens != rows:
         few = "rows without a token are never chosen" if text.tokens < rows else "ids beyond the embedding do not work"
@@ -116,6 +116,19 @@ def _raw_config(folder: Path) -> dict[str, Any]:
         return read_json(folder / "config.json")
     except CheckpointError:
         return {}  # ModelConfig has the same to say, as a refusal
+
+
+def _tokenizer_problems(folder: Path, text: TextFacts) -> list[str]:
+    """What the library says that will read it; of other formats nothing, since transformers takes seconds to import."""
+    if text.tokenizer != "tokenizer.json":
+        return []
+    from eesd_lite.tokenizer_files import read_tokenizer
+
+    try:
+        read_tokenizer(folder)
+    except ModelError as error:
+        return [str(error)]
+    return []
 
 
 def _shape_keys(config: ModelConfig | None, raw: dict[str, Any]) -> dict[str, Any]:

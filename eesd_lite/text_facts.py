@@ -1,7 +1,7 @@
 """What the small files say about text: how many tokens, which ids end an answer, which chat template.
 
-From JSON alone, so that a look at a folder needs neither the tokenizers library nor a tokenizer that works. What counts
-when a model runs is `tokenizer_files` and `text`. Plain Python; used by `inspection`.
+From JSON alone, so that it can be said of a tokenizer that does not work, too. What counts when a model runs is
+`tokenizer_files` and `text`. Plain Python; used by `inspection`, which also lets the library open the tokenizer.
 """
 
 from __future__ import annotations

@@ -82,6 +82,12 @@ def _with_bias(stored: dict[str, Tensor], matrix: BlockMatrix) -> dict[str, Tens
     return stored if matrix.bias is None else {**stored, "bias": matrix.bias.to(torch.bfloat16)}
 
 
+def _rows_and_scales(matrix: BlockMatrix) -> dict[str, Tensor]:
+    """As the checkpoint has them, the codes by rows."""
+    shape = (matrix.out_features, matrix.in_features // 2)
+    return _with_bias({"packed": matrix.packed.view(shape), "absmax": matrix.absmax}, matrix)
+
+
 @dataclass(frozen=True)
 class BnbCpuKernel:
     """bitsandbytes' bfloat16 product on CPUs with AVX512-BF16; scales are rounded to bfloat16 by its layout."""
@@ -147,8 +153,7 @@ class WideningKernel:
         return _reason(matrix, self.kind)
 
     def pack(self, matrix: BlockMatrix) -> dict[str, Tensor]:
-        shape = (matrix.out_features, matrix.in_features // 2)
-        return _with_bias({"packed": matrix.packed.view(shape), "absmax": matrix.absmax}, matrix)
+        return _rows_and_scales(matrix)
 
     def matmul(self, x: Tensor, stored: Stored) -> Tensor:
         packed, absmax, bias = stored["packed"], stored["absmax"], stored.get("bias")
@@ -184,8 +189,7 @@ class BnbCudaKernel:
         return _reason(matrix, self.kind)
 
     def pack(self, matrix: BlockMatrix) -> dict[str, Tensor]:
-        shape = (matrix.out_features, matrix.in_features // 2)
-        return _with_bias({"packed": matrix.packed.view(shape), "absmax": matrix.absmax}, matrix)
+        return _rows_and_scales(matrix)
 
     def matmul(self, x: Tensor, stored: Stored) -> Tensor:
         packed, absmax = stored["packed"], stored["absmax"]

@@ -55,6 +55,16 @@ def test_a_folder_that_does_not_load_is_no_error(tmp_path: Path) -> None:
     assert (code, err) == (0, "") and "loads" in out and " no\n" in out and "no weights" in out
 
 
+def test_a_tokenizer_that_only_its_library_finds_broken_is_found(tmp_path: Path) -> None:
+    folder = build(tmp_path / "model", TinySpec(layers=2)).folder
+    assert "yes, as far as headers tell" in run(str(folder))[1]
+    settings = json.loads((folder / "tokenizer.json").read_text())
+    settings["model"]["type"] = "Nonsense"
+    (folder / "tokenizer.json").write_text(json.dumps(settings))
+    code, out, err = run(str(folder))
+    assert (code, err) == (0, "") and " no\n" in out and "tokenizer.json is not a readable tokenizer" in out
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [
