@@ -17,6 +17,7 @@ from cli.common import (
     Size,
     draft_vocab_option,
     drafter_option,
+    head_bits_option,
     quantize_option,
     reports_errors,
     weights_option,
@@ -74,6 +75,7 @@ _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_pena
 @quantize_option
 @drafter_option
 @draft_vocab_option
+@head_bits_option
 @click.option(
     "--controllers",
     type=Names(),

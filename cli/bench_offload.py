@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from cli.bench import PATH, POSITIVE, Names
-from cli.common import draft_vocab_option, reports_errors
+from cli.common import draft_vocab_option, head_bits_option, reports_errors
 from cli.render import ProgressDisplay
 from eesd_lite.drafter_names import DRAFTERS
 
@@ -37,6 +37,7 @@ from eesd_lite.drafter_names import DRAFTERS
     help=f"Who drafts: {', '.join(DRAFTERS)}, or several, by commas; ngram needs no exit layer.",
 )
 @draft_vocab_option
+@head_bits_option
 @click.option("--controllers", type=Names(), default="calibrated", show_default=True, help="Beside plain decoding.")
 @click.option(
     "--link-rates", "rates", type=Names(), default="disk", show_default=True, help="disk,400MB/s,... (simulated)."

@@ -26,6 +26,7 @@ from cli.common import (
     Size,
     draft_vocab_option,
     drafter_option,
+    head_bits_option,
     is_terminal,
     program_name,
     quantize_option,
@@ -66,6 +67,7 @@ def open_engine(settings: ChatSettings, progress: Progress) -> ChatEngine:
         weights=settings.weights,
         quantize=settings.quantize,
         draft_vocab=settings.draft_vocab,
+        head_bits=settings.head_bits,
         controller=settings.controller,
         context=settings.context,
         threads=settings.threads,
@@ -162,6 +164,7 @@ def make_command(open_engine: OpenEngine = open_engine) -> click.Command:
     @click.option("--head", metavar="PATH|off|instant", help="Exit head file or folder; instant: make one now.")
     @drafter_option
     @draft_vocab_option
+    @head_bits_option
     @click.option("--force-head", is_flag=True, help="Take a head made for another model (can only cost speed).")
     @weights_option
     @quantize_option

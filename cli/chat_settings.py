@@ -42,7 +42,8 @@ class ChatSettings:
     controller: str = "calibrated"
     head: str | None = None
     drafter: str = "head"
-    draft_vocab: int | None = None
+    draft_vocab: int | str | None = None
+    head_bits: int = 16
     force_head: bool = False
     weights: str | None = None
     quantize: str | None = None

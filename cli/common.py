@@ -16,6 +16,7 @@ from typing import Any, TextIO, TypeVar
 
 import click
 
+from eesd_lite.draft_weights import ALL, HEAD_BITS, SMALLEST
 from eesd_lite.drafter_names import DRAFTERS
 from eesd_lite.errors import USER_ERRORS, BudgetError
 from eesd_lite.exit_choice import AUTO
@@ -85,11 +86,43 @@ drafter_option = click.option(
 )
 
 
+class DraftTokens(click.ParamType):
+    """A number of tokens, or `all`."""
+
+    name = "tokens"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        if isinstance(value, str) and value.strip().lower() == ALL:
+            return ALL
+        return int(click.IntRange(min=SMALLEST).convert(value, param, ctx))
+
+
+class HeadBits(click.ParamType):
+    """16, 8 or 4, also where a configuration file has a number."""
+
+    name = "bits"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if str(value) not in map(str, HEAD_BITS):
+            self.fail(f"{value!r} is not one of 16, 8 and 4", param, ctx)
+        return int(value)
+
+
 draft_vocab_option = click.option(
     "--draft-vocab",
-    type=click.IntRange(min=16),
-    metavar="N",
-    help="Let the head draft the N most frequent tokens only.",
+    type=DraftTokens(),
+    metavar="N|all",
+    help="Draft the N most frequent tokens only; all: every token, from a copy of lm_head in --head-bits.",
+)
+
+
+head_bits_option = click.option(
+    "--head-bits",
+    type=HeadBits(),
+    metavar="16|8|4",
+    default=16,
+    show_default=True,
+    help="Bits of the weights that only drafts read: exit head and --draft-vocab.",
 )
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cli.common import ExitLayer, Rate, Size, reports_errors
+from cli.common import ExitLayer, Rate, Size, draft_vocab_option, head_bits_option, reports_errors
 from eesd_lite.exit_choice import AUTO
 from eesd_lite.tiers import HOST_MODES
 from eesd_lite.units import format_size
@@ -68,6 +68,8 @@ class Agreements(click.ParamType):
 @click.option("--head", metavar="PATH", help="With MODEL: a head file or a folder of them.  [default: the model's own]")
 @click.option("--agreement", type=Agreements(), metavar="N=SHARE,...", default=(),
               help="With auto: heads supposed to be there, by exit layer, as 13=0.53,26=0.7.")  # fmt: skip
+@draft_vocab_option
+@head_bits_option
 @click.option("--resident-layers", type=click.IntRange(min=0), help="Fix the split by hand.")
 @click.option("--draft-limit", type=click.IntRange(1, 64), default=16, show_default=True, help="Longest draft.")
 @click.option("--link-rate", type=Rate(), default="25GB", show_default=True, help="Host to device, a second.")
@@ -108,6 +110,7 @@ def plan(
 
 
 def _wishes(given: dict[str, Any]) -> PlanWishes:
+    from eesd_lite.draft_weights import DraftWeights
     from eesd_lite.plan_cost import Rates
     from eesd_lite.planning import PlanWishes
 
@@ -131,7 +134,9 @@ def _wishes(given: dict[str, Any]) -> PlanWishes:
         own |= {"device_memory": _bytes(given["device_memory"], device), "reserve": 0}
     if given["host_memory"] is not None:
         own |= {"host_memory": given["host_memory"], "host_reserve": 0}
-    return replace(wishes, rates=rates, quantize=given["quantize"] is not None, **own)
+    draft = DraftWeights(given["head_bits"], given["draft_vocab"])
+    draft.check()
+    return replace(wishes, rates=rates, draft=draft, quantize=given["quantize"] is not None, **own)
 
 
 def _bytes(size: int | str, device: str) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cli.common import ExitLayer, Size, reports_errors
+from cli.common import ExitLayer, Size, draft_vocab_option, head_bits_option, reports_errors
 from cli.render import ProgressDisplay, obeys_escapes
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ _FONTS = re.compile(r"@font-face\s*\{.*?\}", re.DOTALL)  # rich's are fetched fr
 @click.option("--svg", type=click.Path(path_type=Path, dir_okay=False), help="Write the picture into this file.")
 @click.option("--exit-layer", type=ExitLayer(), help="Draft at this layer, or auto.  [default: the model's]")
 @click.option("--head", help='Exit head: a file, "instant" or "random".  [default: the one that belongs to the model]')
+@draft_vocab_option
+@head_bits_option
 @click.option("--resident-layers", type=click.IntRange(min=0), help="Keep so many layers in memory.")
 @click.option("--device-memory", type=Size(), help="All memory that the engine may use.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")

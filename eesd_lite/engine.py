@@ -102,7 +102,8 @@ class Engine:
         host_mode: str = "auto",
         plan_file: str | Path | None = None,
         weights: str | None = None,
-        draft_vocab: int | None = None,
+        draft_vocab: int | str | None = None,
+        head_bits: int = 16,
         reader: Reader | None = None,
         progress: Progress = no_progress,
     ) -> Engine:
@@ -116,7 +117,8 @@ class Engine:
         the CPU, or ("auto") does what a short measurement says. `plan_file` repeats a saved placement, or saves it.
         `weights` names the file (or index) to read where the folder holds several. `quantize` ("nf4" or "fp4") loads
         a 16-bit model into bitsandbytes' 4-bit form.
-        `draft_vocab` lets the head draft so many of the most frequent tokens only, which makes drafts cheaper.
+        `draft_vocab` lets the head draft so many of the most frequent tokens only, which makes drafts cheaper;
+        `head_bits` (16, 8 or 4) is for the weights of the head and of its copy of lm_head ("all": of all tokens).
         `throttle` slows reading to so many bytes per second (simulated links). Raises one of `errors.USER_ERRORS`.
         """
         opened = open_parts(
@@ -126,7 +128,7 @@ class Engine:
                 head=head, force_head=force_head, controller=controller, context=context, threads=threads, dtype=dtype,
                 quantize=quantize, throttle=throttle, draft_limit=draft_limit, drafter=drafter, template=template,
                 host_memory=host_memory, host_mode=host_mode, plan_file=plan_file, weights=weights,
-                draft_vocab=draft_vocab,
+                draft_vocab=draft_vocab, head_bits=head_bits,
             ),
             reader,
             progress,

@@ -7,7 +7,6 @@ one layer. Called once by `Engine.from_pretrained`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +19,7 @@ from eesd_lite.cache import KVCache
 from eesd_lite.config import ModelConfig
 from eesd_lite.cpu_ops import FusedCpuOps
 from eesd_lite.draft_vocabulary import DraftVocabulary
+from eesd_lite.draft_weights import DraftWeights
 from eesd_lite.errors import EesdError, HeadError
 from eesd_lite.exit_head import ExitHead
 from eesd_lite.head_file import HeadTensors
@@ -33,7 +33,7 @@ from eesd_lite.preflight import EMBEDDING, FINAL_NORM, LM_HEAD, has_own_lm_head
 from eesd_lite.progress import Progress, no_progress
 from eesd_lite.rope import layer_reaches, on_device
 from eesd_lite.sizing import default_context as default_context  # the engine asks here for all about loading
-from eesd_lite.sizing import plan_request
+from eesd_lite.sizing import kernel_for, plan_request
 from eesd_lite.streamer import Reader
 from eesd_lite.target import Target
 from eesd_lite.tier_rates import ROWS, TierRates, measure_rates
@@ -62,7 +62,7 @@ class LoadOptions:
     host_memory: int | None = None
     host_mode: str = "auto"  # how layers in host memory are used: stream, compute, or what a short measurement says
     tiers: tuple[str, ...] | None = None  # of a saved plan
-    draft_vocab: int | None = None  # tokens that the head may draft; None: all
+    draft: DraftWeights = DraftWeights()
 
 
 def choose_kernels(
@@ -90,6 +90,12 @@ def _int4_kernel(device: torch.device, dtype: torch.dtype) -> Kernel | None:
     if device.type == "cuda":
         return Int4CudaKernel() if torch.cuda.get_device_capability(device) >= (8, 0) else None
     return Int4CpuKernel()
+
+
+def draft_kernel(options: LoadOptions) -> str:
+    """`sizing`'s name for the kernels of a head in fewer bits, as `choose_kernels` gives them."""
+    device = torch.device(options.device)
+    return kernel_for(device.type, options.dtype) if _int4_kernel(device, DTYPES[options.dtype]) else "dense"
 
 
 def _device(name: str) -> torch.device:
@@ -130,7 +136,8 @@ def request_for(
         exit_layer=exit_layer,
         device_memory=options.device_memory,
         resident_layers=options.resident_layers,
-        draft_vocab=options.draft_vocab,
+        draft=options.draft,
+        kernel=draft_kernel(options),
     )
     request = replace(
         request,
@@ -233,9 +240,10 @@ def _host_place(
 
 
 def load_head(
-    target: Target, head: HeadTensors, kernels: KernelSet, draft_ids: Sequence[int] | None = None
+    target: Target, head: HeadTensors, kernels: KernelSet, vocabulary: DraftVocabulary | None = None, bits: int = 16
 ) -> ExitHead:
-    """Bind a head to a loaded target, drafting these tokens only; HeadError where the plan drafts at another layer."""
+    """Bind a head to a loaded target, with its weights in so many bits; HeadError where the plan drafts at another
+    layer."""
     if head.exit_layer != target.exit_layer:
         raise HeadError(f"the head is for exit layer {head.exit_layer}, the plan drafts at {target.exit_layer}")
     config = target.config
@@ -244,9 +252,9 @@ def load_head(
         dtype=target.ops.dtype, device=target.device,
     )  # fmt: skip
     reach = target.reaches[head.exit_layer]  # the head's layer stands where layer N does
-    vocabulary = None if draft_ids is None else DraftVocabulary.of(target.lm_head, draft_ids)
     return ExitHead(
         config, head, ops=target.ops, kernels=kernels, reach=reach, kv=kv, device=target.device, vocabulary=vocabulary,
+        bits=bits,
     )  # fmt: skip
 
 

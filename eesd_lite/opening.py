@@ -14,13 +14,15 @@ import torch
 from eesd_lite.config import ModelConfig
 from eesd_lite.contradictions import contradictions
 from eesd_lite.controller import draft_limit_for
-from eesd_lite.draft_vocabulary import check_size, most_frequent
+from eesd_lite.draft_vocabulary import DraftVocabulary, most_frequent
+from eesd_lite.draft_weights import DraftWeights
 from eesd_lite.drafter_names import check_drafter
 from eesd_lite.errors import EesdError
 from eesd_lite.exit_choice import ExitTable, check_exit
 from eesd_lite.exit_head import ExitHead
 from eesd_lite.exit_opening import settle
 from eesd_lite.head_choice import choose_head, ids_by_frequency
+from eesd_lite.head_packing import notices as rounding_notices
 from eesd_lite.loader import (
     LoadOptions,
     choose_kernels,
@@ -70,7 +72,13 @@ class EngineOptions:
     host_mode: str
     plan_file: str | Path | None
     weights: str | None
-    draft_vocab: int | None
+    draft_vocab: int | str | None
+    head_bits: int
+
+    @property
+    def draft(self) -> DraftWeights:
+        """Of the weights that only drafts read."""
+        return DraftWeights(self.head_bits, self.draft_vocab)
 
     def checked_draft_limit(self) -> int:
         """How many tokens a round may draft; EesdError for any option that no model could fulfil."""
@@ -83,7 +91,7 @@ class EngineOptions:
             raise EesdError(f"host_mode must be one of {', '.join(HOST_MODES)}, not '{self.host_mode}'")
         if self.threads is not None and not 1 <= self.threads <= LARGEST_THREADS:
             raise EesdError(f"threads must be from 1 to {LARGEST_THREADS}, not {self.threads}")
-        check_size(self.draft_vocab)
+        self.draft.check()
         check_exit(self.exit_layer, self.head)
         return limit
 
@@ -94,7 +102,7 @@ class EngineOptions:
             resident_layers=self.resident_layers, context=default_context(config, self.context),
             draft_limit=draft_limit, threads=self.threads, throttle=self.throttle,
             host_memory=None if self.host_memory is None else parse_size(self.host_memory), host_mode=self.host_mode,
-            draft_vocab=self.draft_vocab,
+            draft=self.draft,
         )  # fmt: skip
 
 
@@ -126,7 +134,7 @@ def open_parts(model: str | Path, asked: EngineOptions, reader: Reader | None, p
     text = TextCodec.from_folder(source.folder, template=asked.template)
     ops, kernels = choose_kernels(options, checkpoint, progress)
     known = min(text.vocab_size, config.vocab_size) if text.vocab_size > 0 else config.vocab_size
-    check_size(asked.draft_vocab, known)
+    asked.draft.check(known)
     store = open_store(checkpoint, config, kernels, progress)
     wish = "off" if asked.drafter == "ngram" else asked.head
     saved = None if asked.plan_file is None else Path(asked.plan_file)
@@ -143,16 +151,20 @@ def open_parts(model: str | Path, asked: EngineOptions, reader: Reader | None, p
         write_plan(saved, plan, kernels.key, settled.table)
     target = load_target(checkpoint, config, store, plan, options, ops, kernels, reader, progress)
     try:
-        head = None
+        head, told = None, ()
         if plan.exit_layer is not None and chosen.head is not None:
-            draft_ids = None
-            if asked.draft_vocab is not None:
+            progress("preparing the exit head", 0, 0)
+            ids, vocabulary = None, None
+            if isinstance(asked.draft_vocab, int):
                 order = ids_by_frequency(source, chosen.head)
-                draft_ids = most_frequent(asked.draft_vocab, order=order, always=text.eos_token_ids, vocabulary=known)
-            head = load_head(target, chosen.head, kernels, draft_ids)
+                ids = most_frequent(asked.draft_vocab, order=order, always=text.eos_token_ids, vocabulary=known)
+            if asked.draft_vocab is not None:
+                vocabulary = DraftVocabulary.of(target.lm_head, ids, bits=asked.head_bits, kernels=kernels)
+            head = load_head(target, chosen.head, kernels, vocabulary, asked.head_bits)
+            told = rounding_notices(kernels, asked.head_bits)
         return Opened(
             target=target, text=text, plan=plan, head=head, draft_limit=draft_limit, name=source.name,
-            notices=(*notes, *settled.notes, *chosen.notices, *plan.notes),
+            notices=(*notes, *settled.notes, *chosen.notices, *plan.notes, *told),
             identity=identity(checkpoint, kernels, store, options, ops), exits=settled.table,
         )  # fmt: skip
     except BaseException:  # Ctrl-C included: nobody else would stop the reading threads

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from eesd_lite.config import ModelConfig, RopeScaling
+from eesd_lite.draft_weights import DraftWeights
 from eesd_lite.errors import EesdError
 from eesd_lite.exit_choice import AUTO, ExitTable, settle_exit
 from eesd_lite.head_list import heads_at_hand, stated_agreements, usual_exit
@@ -52,6 +53,7 @@ class PlanWishes:
     draft_limit: int = 16
     dtype: str = "bfloat16"
     host_mode: str = "stream"
+    draft: DraftWeights = DraftWeights()
     quantize: bool = False  # a 16-bit model is loaded in bitsandbytes' 4-bit form
     rates: Rates = field(default_factory=Rates)
 
@@ -146,6 +148,7 @@ def _planned(
     name: str, config: ModelConfig, layers: tuple[int, ...], tied: bool, wishes: PlanWishes, *,
     heads: dict[int, float | None], default: int | None = None,
 ) -> PlannedModel:  # fmt: skip
+    wishes.draft.check(config.vocab_size)
     notes: list[str] = []
     third = max(1, config.num_hidden_layers // 3)
     asked = wishes.exit_layer if isinstance(wishes.exit_layer, int) else default
@@ -155,6 +158,7 @@ def _planned(
             config, layers=layers, tied=tied, itemsize=DTYPE_BYTES[wishes.dtype],
             context=default_context(config, wishes.context), draft_limit=wishes.draft_limit,
             exit_layer=exit_layer or None, device_memory=wishes.device_memory, resident_layers=wishes.resident_layers,
+            draft=wishes.draft, kernel=_storage(wishes)[0],
         ),
         host_memory=wishes.host_memory, reserve_bytes=wishes.reserve, host_reserve_bytes=wishes.host_reserve,
         host_mode=wishes.host_mode,

@@ -8,10 +8,11 @@ for byte. `plan_request` turns it into what `placement.make_plan` takes. Plain P
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eesd_lite.config import ModelConfig
+from eesd_lite.draft_weights import DraftWeights
 from eesd_lite.errors import EesdError
 from eesd_lite.placement import PlanRequest
 from quant.block_module import block_state
@@ -25,6 +26,7 @@ DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 _ALIGNMENT, _PAGE = 64, 4096  # of every tensor in a blob, and of the blob
 _INT4_ITEM = 2  # the int4 kernels keep scales and biases in bfloat16
 _KERNEL_GROUPS = (256, 128, 64, 32)
+_INT8_COLUMNS = 16  # of `quant.kernels_int8`
 _BNB_BLOCK = 64  # weights that share a scale where a 16-bit matrix is loaded as nf4
 _BLOCKS = {
     "qkv": ("self_attn", ("q_proj", "k_proj", "v_proj")),
@@ -208,17 +210,36 @@ def _head_norms(config: ModelConfig) -> tuple[int, ...]:
     return (config.head_dim, config.head_dim) if config.qk_norm else ()
 
 
-def head_bytes(config: ModelConfig, itemsize: int) -> int:
+def draft_part_bytes(part: Part, draft: DraftWeights, kernel: str, itemsize: int) -> tuple[int, ...]:
+    """As `part_bytes`, for a matrix in 16 bits that is rounded as `draft` says: `head_packing.pack_rounded`."""
+    groups, cells = draft.groups(part.in_features), part.out_features * part.in_features
+    if draft.bits == 8 and kernel.startswith("int4-cpu") and part.in_features % _INT8_COLUMNS == 0:
+        return (cells, *(part.out_features * _INT4_ITEM for _ in range(2 if part.bias else 1)))
+    return part_bytes(replace(part, groups=groups if draft.bits == 4 else None), kernel, itemsize)
+
+
+def head_bytes(config: ModelConfig, itemsize: int, draft: DraftWeights | None = None, kernel: str = "dense") -> int:
     """Bytes that an exit head of this target takes in memory, without its keys and values."""
     shapes, hidden = module_shapes(config), config.hidden_size
-    products: list[int] = []
-    for _, names in _BLOCKS.values():
-        products.append(sum(shapes[name][0] * shapes[name][1] for name in names))
-        if any(name in config.biases for name in names):
-            products.append(sum(shapes[name][0] for name in names))
-    # Behind the products: the norms of the layer, the affine map and its bias, the final norm.
-    rest = [hidden, hidden, *_head_norms(config), hidden * hidden, hidden, hidden]
-    return blob_bytes(cells * itemsize for cells in [*products, *rest])
+    parts = [
+        Part(
+            out_features=sum(shapes[name][0] for name in names), in_features=shapes[names[0]][1],
+            bias=any(name in config.biases for name in names),
+        )
+        for _, names in _BLOCKS.values()
+    ]  # fmt: skip
+    parts.append(Part(out_features=hidden, in_features=hidden, bias=True))  # the affine map
+    products = [
+        size for part in parts for size in draft_part_bytes(part, draft or DraftWeights(), kernel, itemsize)
+    ]  # fmt: skip
+    norms = [hidden, hidden, *_head_norms(config), hidden]
+    return blob_bytes([*products, *(length * itemsize for length in norms)])
+
+
+def draft_vocabulary_bytes(config: ModelConfig, itemsize: int, draft: DraftWeights, kernel: str) -> int:
+    """Bytes of the copy of lm_head from which the head drafts; 0 where it uses the target's own."""
+    rows = Part(out_features=draft.rows(config.vocab_size), in_features=config.hidden_size)
+    return sum(draft_part_bytes(rows, draft, kernel, itemsize))
 
 
 def kv_bytes_per_token(config: ModelConfig, itemsize: int) -> int:
@@ -238,12 +259,14 @@ def plan_request(
     device_memory: int | None,
     resident_layers: int | None = None,
     head: bool = True,
-    draft_vocab: int | None = None,
+    draft: DraftWeights | None = None,
+    kernel: str = "dense",
 ) -> PlanRequest:
     """What there is to place for a target with these packed layers; tiers beyond device and disk can be added to it.
 
-    `head`: there is an exit head for `exit_layer`; `draft_vocab`: it drafts so many tokens only, from a copy of theirs.
+    `head`: there is an exit head for `exit_layer`, with weights as `draft` says, for `kernel` where they are rounded.
     """
+    draft = draft or DraftWeights()
     table = config.vocab_size * config.hidden_size * itemsize
     widest = max(
         2 * config.intermediate_size, (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
@@ -260,9 +283,9 @@ def plan_request(
         embedding_bytes=table,
         lm_head_bytes=0 if tied else table,
         norm_bytes=config.hidden_size * itemsize,
-        head_bytes=head_bytes(config, itemsize) if exit_layer is not None and head else 0,
+        head_bytes=head_bytes(config, itemsize, draft, kernel) if exit_layer is not None and head else 0,
         head_state_bytes=WAITING_ROWS * config.hidden_size * 4,
-        draft_vocabulary_bytes=(draft_vocab or 0) * config.hidden_size * itemsize,
+        draft_vocabulary_bytes=draft_vocabulary_bytes(config, itemsize, draft, kernel),
         scratch_bytes=chunk + min(draft_limit + 1, LOGITS_ROWS) * config.vocab_size * 4,
         scratch_bytes_per_token=config.hidden_size * 4,  # the states of a whole prompt
         ring_slots=RING_SLOTS,

@@ -62,9 +62,10 @@ class HeadDrafter:
 
     def __init__(self, head: ExitHead, target: Target, sampler: Sampler) -> None:
         self._head, self._ops, self._lm_head = head, target.ops, target.lm_head
+        self._vocabulary = head.vocabulary
         self._sampler: Sampler | SubsetSampler = sampler
-        if head.vocabulary is not None:
-            self._lm_head, self._sampler = head.vocabulary.lm_head, SubsetSampler(sampler, head.vocabulary.ids)
+        if head.vocabulary is not None and head.vocabulary.ids is not None:
+            self._sampler = SubsetSampler(sampler, head.vocabulary.ids)
 
     def propose(self, state: Tensor, rows: Rows, *, position: int, history: Sequence[int]) -> Choice | None:
         """See `Drafter`."""
@@ -92,9 +93,14 @@ class HeadDrafter:
         """By row; None for numbers that are not finite: a broken head proposes nothing, only the target's numbers may
         stop a run."""
         for part in self._head.forward(states, rows).split(LOGITS_ROWS):
-            logits = self._ops.logits(part.contiguous(), self._lm_head)
+            logits = self._project(part.contiguous())
             sound = torch.isfinite(torch.stack(torch.aminmax(logits, dim=1))).all(0).tolist()
             yield from (row if good else None for row, good in zip(logits, sound, strict=True))
+
+    def _project(self, x: Tensor) -> Tensor:
+        if self._vocabulary is not None:
+            return self._vocabulary.logits(x, self._ops)
+        return self._ops.logits(x, self._lm_head)
 
     def keep(self, states: Tensor, first: int) -> None:
         """See `Drafter`."""

@@ -122,6 +122,7 @@ def engine_options(settings: BenchSettings, context: int) -> tuple[Options, Opti
     without_head = {**common, "head": "off", "controller": PLAIN}
     with_head = {**common, "exit_layer": settings.exit_layer, "head": settings.head, "controller": PLAIN}
     with_head |= {"drafter": settings.drafter, "draft_vocab": settings.draft_vocab}
+    with_head |= {"head_bits": settings.head_bits}
     return without_head, with_head
 
 

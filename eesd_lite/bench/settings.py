@@ -60,7 +60,8 @@ class BenchSettings:
     exit_layer: int | str | None = None  # "auto": the exits are measured first, and the fastest is taken
     head: str | None = None
     drafter: str = "head"
-    draft_vocab: int | None = None  # the head drafts so many of the most frequent tokens; None: all
+    draft_vocab: int | str | None = None  # the head drafts so many of the most frequent tokens; None: all
+    head_bits: int = 16  # of the weights that only drafts read
     weights: str | None = None  # the file to read, where the model's folder holds several
     quantize: str | None = None  # nf4 or fp4: a 16-bit model in 4 bits
     keep_controllers: bool = False  # True: what they learned on one prompt serves the next

@@ -45,7 +45,7 @@ def worker_spec(
         "head": "off" if exit_layer is None else settings.head,
     }
     if exit_layer is not None:
-        options |= {"exit_layer": exit_layer, "draft_vocab": settings.draft_vocab}
+        options |= {"exit_layer": exit_layer, "draft_vocab": settings.draft_vocab, "head_bits": settings.head_bits}
     values = {"model": str(source.folder) if source.recipe is None else source.name, "options": options, "sampling": {}}
     return PeerSpec(
         "eesd", sys.executable, values, eos, settings.limit_prompts, settings.max_new_tokens, command=worker.COMMAND
