@@ -151,7 +151,7 @@ def open_parts(model: str | Path, asked: EngineOptions, reader: Reader | None, p
         write_plan(saved, plan, kernels.key, settled.table)
     target = load_target(checkpoint, config, store, plan, options, ops, kernels, reader, progress)
     try:
-        head, told = None, ()
+        head, told = None, tuple[str, ...]()
         if plan.exit_layer is not None and chosen.head is not None:
             progress("preparing the exit head", 0, 0)
             ids, vocabulary = None, None

@@ -140,12 +140,14 @@ def test_options_of_drafting_reach_the_engine(monkeypatch: pytest.MonkeyPatch, f
         "nf4",
         "--draft-vocab",
         "99",
+        "--head-bits",
+        "8",
         *(["--force-head"] if forced else []),
     ]
     assert CliRunner().invoke(make_command(), arguments, prog_name="eesd-chat").exit_code == 1
     assert (
         seen["force_head"] is forced
-        and seen["draft_vocab"] == 99
+        and (seen["draft_vocab"], seen["head_bits"]) == (99, 8)
         and (seen["head"], seen["quantize"]) == ("file", "nf4")
     )
 

@@ -91,6 +91,20 @@ def test_json_says_the_same_for_programs() -> None:
     assert found["tokens_per_second"] == pytest.approx(3 / found["sweep"]["seconds"])
 
 
+def test_bits_of_the_head_and_its_tokens_change_what_is_counted_and_leave_room_for_layers() -> None:
+    def items(*more: str) -> tuple[dict[str, int], int]:
+        plan = json.loads(run("--shape", "llama-2-13b", "--preset", "8gb", "--json", *more)[1])["plan"]
+        return plan["items"], plan["resident_layers"]
+
+    weights = 4 * 5120 * 5120 + 3 * 5120 * 13824 + 5120 * 5120  # a layer and the affine map
+    (whole, layers), (rounded, more) = items(), items("--head-bits", "4", "--draft-vocab", "all")
+    assert whole["exit head"] == 2 * (weights + 4 * 5120) and "draft vocabulary" not in whole
+    assert rounded["exit head"] == -(-(weights // 2 + weights // 64 * 4 + 2 * 4 * 5120) // 4096) * 4096
+    assert rounded["draft vocabulary"] == 32000 * (5120 // 2 + 5120 // 64 * 4)
+    assert items("--draft-vocab", "4096")[0]["draft vocabulary"] == 4096 * 5120 * 2
+    assert more > layers
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -103,6 +117,11 @@ def test_json_says_the_same_for_programs() -> None:
         (("--shape", "llama-2-70b", "--device-memory", "1MB"), 1, "(2757860800 bytes) too small"),
         (("--shape", "llama-2-7b", "--tau", "0.5"), 2, "0.5 is not in the range"),
         (("./nowhere",), 1, "no folder nowhere"),
+        (("--shape", "llama-2-7b", "--head-bits", "5"), 2, "'5' is not one of 16, 8 and 4"),
+        (("--shape", "llama-2-7b", "--draft-vocab", "15"), 2, "15 is not in the range x>=16"),
+        (("--shape", "llama-2-7b", "--draft-vocab", "most"), 2, "'most' is not a valid integer"),
+        (("--shape", "llama-2-7b", "--draft-vocab", "all"), 1, "set head_bits 8 or 4 with it"),
+        (("--shape", "llama-2-7b", "--draft-vocab", "32001"), 1, "from 16 to the model's 32000 tokens, not 32001"),
     ],
 )
 def test_mistakes_are_one_line(arguments: tuple[str, ...], code: int, words: str) -> None:
