@@ -80,8 +80,10 @@ class Agreements(click.ParamType):
               help="For auto: resident weights multiplied, a second.  [default: 20GB, a card 400GB]")  # fmt: skip
 @click.option("--layer-time", type=click.IntRange(min=0), default=100, show_default=True, metavar="MICROSECONDS",
               help="For auto: a pass through a layer beside that.")  # fmt: skip
+@click.option("--token-time", type=click.IntRange(min=0), default=500, show_default=True, metavar="MICROSECONDS",
+              help="For auto: a token, drafted or emitted, beside products.")  # fmt: skip
 @click.option("--row", type=click.FloatRange(0, 1), metavar="SHARE",
-              help="For auto: what one more row of a pass takes, of one.  [default: 0.35, a card 0]")  # fmt: skip
+              help="For auto: what one more row of a pass takes, of one.  [default: 0.3, a card 0]")  # fmt: skip
 @click.option("--tau", type=click.FloatRange(min=1), default=2.3, show_default=True, help="Tokens per sweep.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @reports_errors
@@ -122,7 +124,8 @@ def _wishes(given: dict[str, Any]) -> PlanWishes:
     linked = device == "cuda" or given["host_memory"] is not None
     rates = Rates(
         link=given["link_rate"] if linked else None, disk=given["disk_rate"], host=given["host_rate"],
-        device=given["device_rate"], layer_time=given["layer_time"], row=given["row"],
+        device=given["device_rate"], layer_time=given["layer_time"], token_time=given["token_time"],
+        row=given["row"],
     )  # fmt: skip
     wishes = PlanWishes.preset(given["preset"]) if given["preset"] else PlanWishes(device=device)
     own: dict[str, Any] = {

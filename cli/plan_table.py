@@ -66,7 +66,7 @@ def _tier_lines(name: str, items: Items, allocated: Mapping[str, int] | None) ->
     return [f"{name}:", *columns([header, *rows])]
 
 
-_EXIT_HEADINGS = ("exit", "agreement", "resident", "a sweep", "draft step", "drafts", "tau", "tokens/s", "of plain")
+_EXIT_HEADINGS = ("exit", "kept", "resident", "a sweep", "draft step", "drafts", "tau", "tokens/s", "of plain")
 
 
 def exit_lines(table: ExitTable) -> list[str]:
@@ -75,22 +75,22 @@ def exit_lines(table: ExitTable) -> list[str]:
     plain = table.plain.tokens_per_second
     for row in table.rows:
         name = "plain" if row.exit_layer is None else str(row.exit_layer)
-        agreement = "-" if row.agreement is None else f"{row.agreement:.3f}"
+        kept = "-" if row.kept is None else f"{row.kept:.3f}"
         mark = "*" if row.exit_layer == table.chosen else ""
         if row.note:
-            rows.append((mark, name, agreement, *("-",) * 7))
+            rows.append((mark, name, kept, *("-",) * 7))
             continue
         drafts = ("-", "-") if row.exit_layer is None else (_time(row.draft_step_seconds), str(row.draft_length))
         gain = f"{row.tokens_per_second / plain:.2f}" if plain else "-"
         speeds = (f"{row.tau:.2f}", f"{row.tokens_per_second:.2f}", gain)
-        rows.append((mark, name, agreement, str(row.resident_layers), _time(row.sweep_seconds), *drafts, *speeds))
+        rows.append((mark, name, kept, str(row.resident_layers), _time(row.sweep_seconds), *drafts, *speeds))
     notes = [f"  exit {row.exit_layer}: {row.note}" for row in table.rows if row.note and row.exit_layer is not None]
     return ["exits, expected (an estimate; * is chosen):", *columns(rows), *notes, _rates(table.rates)]
 
 
 def _rates(rates: Rates) -> str:
     """In the words of `eesd plan`, which repeats the table with them."""
-    words = f"  by --disk-rate {rates.disk} --layer-time {rates.layer_time}"
+    words = f"  by --disk-rate {rates.disk} --layer-time {rates.layer_time} --token-time {rates.token_time}"
     if rates.link is not None:
         words += f" --link-rate {rates.link} --host-rate {rates.host}"
     if rates.device is not None:

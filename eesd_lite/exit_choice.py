@@ -2,9 +2,9 @@
 
 "The deepest resident exit" is one answer among several: a deep head guesses better, but its draft steps pass more
 layers, and its bytes (and a deep split that they force) may cost resident layers. So each exit gets its own best plan
-under the same budgets, the time of a round by the rates, and tau as a chain of the head's stated agreement; the best
-draft length and then the best exit follow. A pure function: the same integers and rates give the same choice. An
-estimate, not a measurement (`eesd bench --exit-layer auto` measures). Plain Python.
+under the same budgets, the time of a round by the rates, and tau as a chain of the share of tokens that its head lets
+expect to be kept; the best draft length and then the best exit follow. A pure function: the same integers and rates
+give the same choice. An estimate, not a measurement (`eesd bench --exit-layer auto` measures). Plain Python.
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ from eesd_lite.units import format_size
 AUTO = "auto"
 LONGEST = 16  # drafted tokens of a round that are considered
 CUDA_RATE = 400 * 10**9  # bytes a second from a card's memory, where nobody states it
-CPU_ROW, CUDA_ROW = 0.35, 0.0  # one more row of a pass, as a share of one row: docs/tau.md, "Which exit"
-# Heads state their agreement on text that the model wrote from nothing. On answers to prompts a chain keeps less: 0.79
-# and 0.84 of it at exits 10 and 20 in the recorded traces (docs/tau.md).
-ON_ANSWERS = 0.8
+CPU_ROW, CUDA_ROW = 0.3, 0.0  # one more row of a pass, as a share of one row: docs/tau.md, "Which exit"
 
 
 def check_exit(exit_layer: int | str | None, head: str | Path | None) -> None:
@@ -34,7 +31,7 @@ def check_exit(exit_layer: int | str | None, head: str | Path | None) -> None:
         raise EesdError(f"exit_layer must be a number of layers or '{AUTO}', not '{exit_layer}'")
     if exit_layer == AUTO and head in ("instant", "random"):
         raise EesdError(
-            f"exit layer {AUTO} chooses among heads that state their agreement; name one with --head {head}"
+            f"exit layer {AUTO} chooses among heads that say how often they are right; name one with --head {head}"
         )
 
 
@@ -43,7 +40,7 @@ class ExitFigures:
     """What is expected of drafting at `exit_layer` (None: plain decoding). Zeros where `note` says why it is out."""
 
     exit_layer: int | None
-    agreement: float | None = None  # of the head with the target, on held-out text
+    kept: float | None = None  # the share of drafted tokens that is expected to be kept, once those before them were
     resident_layers: int = 0
     sweep_bytes: int = 0
     sweep_seconds: float = 0.0
@@ -79,7 +76,7 @@ class ExitTable:
 
 
 def choose_exit(request: PlanRequest, heads: Mapping[int, float | None], rates: Rates) -> ExitTable:
-    """The table for these budgets; `heads` has the agreement by exit layer, None where a head states none.
+    """The table for these budgets; `heads` has the share of drafted tokens to be kept by exit layer, None: not known.
 
     `request.head_bytes` must be a head's; `request.exit_layer` is not looked at. What ties with something shallower, or
     with plain decoding, is not chosen.
@@ -139,23 +136,23 @@ def _choice_note(table: ExitTable, chosen: int | None) -> str:
     return f"exit layer {chosen} is chosen{beside}: {gain:.2f} of plain decoding with the same memory (an estimate)"
 
 
-def _figures(request: PlanRequest, exit_layer: int | None, agreement: float | None, rates: Rates) -> ExitFigures:
+def _figures(request: PlanRequest, exit_layer: int | None, kept: float | None, rates: Rates) -> ExitFigures:
     fixed = request.resident_layers
     if exit_layer is not None and fixed is not None and fixed < exit_layer:
-        return ExitFigures(exit_layer=exit_layer, agreement=agreement, note=f"only {fixed} resident layers")
+        return ExitFigures(exit_layer=exit_layer, kept=kept, note=f"only {fixed} resident layers")
     plan = best_plan(request, exit_layer)
     if plan is None:
-        return ExitFigures(exit_layer=exit_layer, agreement=agreement, note=_too_much(request, exit_layer))
-    if exit_layer is not None and agreement is None:
-        return ExitFigures(exit_layer=exit_layer, note="the head states no agreement")
+        return ExitFigures(exit_layer=exit_layer, kept=kept, note=_too_much(request, exit_layer))
+    if exit_layer is not None and kept is None:
+        return ExitFigures(exit_layer=exit_layer, note="the head does not say how often it is right")
     costs = RoundCost(plan, request, rates)
-    share, longest = ON_ANSWERS * (agreement or 0.0), (0 if exit_layer is None else min(LONGEST, request.draft_slack))
+    share, longest = (kept or 0.0), (0 if exit_layer is None else min(LONGEST, request.draft_slack))
     taus = [sum(share**n for n in range(length + 1)) for length in range(longest + 1)]
-    length = max(range(longest + 1), key=lambda k: taus[k] / costs.seconds(k))  # the shortest of equals
-    seconds = costs.seconds(length)
+    length = max(range(longest + 1), key=lambda k: taus[k] / costs.seconds(k, taus[k]))  # the shortest of equals
+    seconds = costs.seconds(length, taus[length])
     return ExitFigures(
         exit_layer=exit_layer,
-        agreement=agreement,
+        kept=kept,
         resident_layers=plan.resident_layers,
         sweep_bytes=plan.sweep_bytes,
         sweep_seconds=sweep_cost(plan, rates).seconds,
@@ -197,14 +194,17 @@ class RoundCost:
         table = request.lm_head_bytes or request.embedding_bytes
         self._logits = table / rate
         head = dict(plan.items).get("exit head", 0) / rate + launch
-        self.step = self._lower + head + (request.draft_vocabulary_bytes or table) / rate
+        self._token = rates.token_time * 1e-6
+        self.step = self._lower + head + (request.draft_vocabulary_bytes or table) / rate + self._token
         self._sweep = sweep_cost(plan, rates).seconds
         # What the ring holds is fetched while nobody waits for it.
         self._ahead = self._sweep * min(1.0, plan.ring_slots / len(moved)) if moved else 0.0
 
-    def seconds(self, drafted: int) -> float:
-        """A round that drafts so many tokens and verifies one row more; the last one passes the lower layers too."""
+    def seconds(self, drafted: int, tau: float) -> float:
+        """A round that drafts so many tokens, verifies one row more and emits `tau` of them; the last one drafted
+        passes the lower layers too."""
         rows = 1.0 + self._row * drafted
         before = self._lower + drafted * self.step + self._middle * rows
-        waited = self._sweep - min(self._ahead, before + self._logits)
-        return before + max(waited, (self._moved + self._computed) * rows) + self._logits
+        after = self._logits + tau * self._token
+        waited = self._sweep - min(self._ahead, before + after)
+        return before + max(waited, (self._moved + self._computed) * rows) + after

@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,8 +20,8 @@ from eesd_lite.blob_reader import BlobReader
 from eesd_lite.cache import KVCache, Rows
 from eesd_lite.config import ModelConfig
 from eesd_lite.exit_choice import AUTO, Settled, settle_exit
-from eesd_lite.head_list import heads_at_hand, stated_agreements, usual_exit
-from eesd_lite.layer_blob import page_buffer
+from eesd_lite.head_list import expected_shares, heads_at_hand, usual_exit
+from eesd_lite.layer_blob import BLOCK, page_buffer
 from eesd_lite.loader import LoadOptions, rates_for, request_for
 from eesd_lite.ops import Ops
 from eesd_lite.packed_store import PackedStore
@@ -30,6 +31,7 @@ from eesd_lite.prepare import ModelSource
 from eesd_lite.progress import Progress
 from eesd_lite.rope import layer_reaches
 from eesd_lite.saved_plan import read_exit_layer
+from eesd_lite.streamer import SMALLEST_PART
 from eesd_lite.tiers import leading_device_layers
 from eesd_lite.transformer import DecoderLayer
 from quant.checkpoint import Checkpoint
@@ -51,7 +53,7 @@ def settle(
         return Settled(exit_layer if isinstance(exit_layer, int) else None), head
     if exit_layer is None and head is not None and not Path(head).is_dir():
         return Settled(None), head  # one file: it says for which layer it is
-    heads = stated_agreements(heads_at_hand(source, head))
+    heads = expected_shares(heads_at_hand(source, head))
     default = None if exit_layer == AUTO or not heads else usual_exit(source, heads)
     if default is None and exit_layer is None:
         return Settled(None), head
@@ -118,14 +120,24 @@ def measure(
 
 
 def _disk_rate(store: PackedStore, buffer: torch.Tensor) -> int:
-    """Bytes a second of reading some layers, one after the other; the first read opens the file and does not count."""
+    """Bytes a second of reading some layers, in parts side by side as the streamer does; the first read does not count,
+    since it opens the file."""
     reader, rates = BlobReader(), []
-    for index in range(min(_READS, len(store.layouts))):
-        nbytes = store.layouts[index].nbytes
-        started = time.perf_counter()
-        reader.read(store.path(index), buffer, nbytes)
-        rates.append(nbytes / max(time.perf_counter() - started, 1e-9))
+    with ThreadPoolExecutor(reader.parallel) as threads:
+        for index in range(min(_READS, len(store.layouts))):
+            nbytes, path = store.layouts[index].nbytes, store.path(index)
+            reader.read(path, buffer, BLOCK)
+            started = time.perf_counter()
+            list(threads.map(lambda cut: reader.read(path, buffer[cut[0] :], cut[1] - cut[0], cut[0]), _cuts(nbytes)))  # noqa: B023
+            rates.append(nbytes / max(time.perf_counter() - started, 1e-9))
+    reader.close()
     return max(1, int(statistics.median(rates)))
+
+
+def _cuts(nbytes: int) -> list[tuple[int, int]]:
+    """Two parts, unless that would make small ones."""
+    middle = nbytes // 2 // BLOCK * BLOCK
+    return [(0, middle), (middle, nbytes)] if middle >= SMALLEST_PART else [(0, nbytes)]
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:

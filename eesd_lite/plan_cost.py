@@ -23,6 +23,7 @@ class Rates:
         None  # of resident weights, multiplied by one row; None: as `host`, a card's where there is one
     )
     layer_time: int = 100  # microseconds that a pass through a layer takes beside that
+    token_time: int = 500  # microseconds that drafting or emitting a token takes beside products: choosing it, Python
     row: float | None = None  # what one more row takes, as a share of one row; None: what is usual for the device
 
 

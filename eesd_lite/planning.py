@@ -13,7 +13,7 @@ from eesd_lite.config import ModelConfig, RopeScaling
 from eesd_lite.draft_weights import DraftWeights
 from eesd_lite.errors import EesdError
 from eesd_lite.exit_choice import AUTO, ExitTable, settle_exit
-from eesd_lite.head_list import heads_at_hand, stated_agreements, usual_exit
+from eesd_lite.head_list import ON_ANSWERS, expected_shares, heads_at_hand, usual_exit
 from eesd_lite.packed_beside import packed_beside
 from eesd_lite.placement import Plan, PlanRequest, make_plan
 from eesd_lite.plan_cost import Rates, SweepCost, sweep_cost
@@ -108,7 +108,7 @@ def plan_model(model: str | Path, wishes: PlanWishes, *, weights: str | None = N
         layers = packed.layers
     else:
         layers = folder_layers(opened, config, kernel=kernel, itemsize=itemsize, quantize=wishes.quantize)
-    heads = stated_agreements(heads_at_hand(source, wishes.head))
+    heads = expected_shares(heads_at_hand(source, wishes.head))
     tied = not has_own_table(opened, config)
     default = usual_exit(source, heads) if wishes.exit_layer is None and heads else None
     return _planned(source.name, config, layers, tied, wishes, heads=heads, default=default)
@@ -167,7 +167,8 @@ def _planned(
     capable = draft_capable(request) if exit_layer else range(0)
     exits = None
     if wishes.exit_layer == AUTO or default is not None:
-        settled = settle_exit(request, heads | dict(wishes.agreements), wishes.rates, default=default)
+        supposed = {exit_layer: ON_ANSWERS * share for exit_layer, share in wishes.agreements}
+        settled = settle_exit(request, heads | supposed, wishes.rates, default=default)
         exit_layer, exits = settled.exit_layer or 0, settled.table
         notes += settled.notes
         request = replace(request, exit_layer=exit_layer or None)

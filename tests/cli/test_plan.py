@@ -185,9 +185,12 @@ def test_auto_shows_what_every_exit_promises_and_plans_for_the_best() -> None:
     assert "llama-2-70b: 80 layers, context 2048, drafts at exit layer 26" in out
     rows = {line.split()[0]: line.split() for line in out.splitlines() if line.startswith("  ") and line.strip()}
     assert rows["plain"][:4] == ["plain", "-", "47", "0.600"]
-    assert rows["*"][1:4] == ["26", "0.530", "42"] and rows["53"][2:] == ["-"] * 7
+    assert rows["*"][1:4] == ["26", "0.424", "42"] and rows["53"][2:] == ["-"] * 7
     assert "  exit 53: needs 4.24 GiB more" in out
-    assert "  by --disk-rate 3000000000 --layer-time 100 --link-rate 25000000000 --host-rate 20000000000" in out
+    assert (
+        "  by --disk-rate 3000000000 --layer-time 100 --token-time 500 --link-rate 25000000000 --host-rate 20000000000"
+        in out
+    )
 
 
 def test_auto_as_json_follows_the_rates() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +11,8 @@ import pytest
 
 from eesd_lite.engine import Engine
 from eesd_lite.errors import BudgetError, EesdError, HeadError
-from eesd_lite.exit_choice import ON_ANSWERS, choose_exit, settle_exit
+from eesd_lite.exit_choice import choose_exit, settle_exit
+from eesd_lite.head_list import FORMAT, ON_ANSWERS, HeadFacts, expected_shares, read_head_facts
 from eesd_lite.params import SamplingParams
 from eesd_lite.plan_cost import Rates
 from eesd_lite.planning import PlanWishes, plan_model
@@ -21,11 +24,11 @@ REQUEST = PlanRequest(
     norm_bytes=0, head_bytes=100, scratch_bytes=0, ring_slots=2, exit_layer=None, device_memory=None,
     resident_layers=4, staging=False,
 )  # fmt: skip
-HEADS = {2: 0.5 / ON_ANSWERS, 4: 0.6 / ON_ANSWERS}  # kept with 0.5 and 0.6
+HEADS = {2: 0.5, 4: 0.6}
 
 
 def rates(disk: int, row: float = 0.0, **others: int) -> Rates:
-    return Rates(link=None, disk=disk, device=1000, layer_time=0, row=row, **others)
+    return Rates(link=None, disk=disk, device=1000, layer_time=0, token_time=0, row=row, **others)
 
 
 def test_the_figures_of_an_exit_recomputed_by_hand() -> None:
@@ -52,9 +55,14 @@ def test_rows_layers_and_a_draft_vocabulary_have_their_price() -> None:
     assert row.draft_step_seconds == pytest.approx(2 * 0.15 + 0.15 + 0.02)
     # No draft pays: 0.3 below the exit, 0.3 up to the split, then four layers compute longer (0.6) than is waited, 0.1.
     assert row.draft_length == 0 and row.round_seconds == pytest.approx(0.3 + 0.3 + 0.6 + 0.1)
-    one = choose_exit(replace(REQUEST, draft_slack=1), {2: 1.0 / ON_ANSWERS}, rates(disk=400, row=0.5)).row(2)
+    one = choose_exit(replace(REQUEST, draft_slack=1), {2: 1.0}, rates(disk=400, row=0.5)).row(2)
     assert one.draft_length == 1 and one.tau == pytest.approx(2.0)
     assert one.round_seconds == pytest.approx(0.2 + 0.4 + 0.2 * 1.5 + max(1.0 - 0.5, 0.4 * 1.5) + 0.1)
+    # 10 ms for every token that is drafted or emitted.
+    slower = replace(rates(disk=400, row=0.5), token_time=10_000)
+    chosen = choose_exit(replace(REQUEST, draft_slack=1), {2: 1.0}, slower).row(2)
+    assert chosen.round_seconds == pytest.approx(one.round_seconds + 0.01 + 2 * 0.01)
+    assert chosen.draft_step_seconds == pytest.approx(0.41)
 
 
 def test_the_deeper_exit_wins_behind_a_long_sweep_and_the_shallow_one_behind_a_short_one() -> None:
@@ -86,11 +94,11 @@ def test_in_memory_nothing_beats_plain_decoding() -> None:
 
 def test_a_card_verifies_many_rows_for_the_price_of_one_unless_it_is_said_otherwise() -> None:
     card = replace(REQUEST, staging=True, resident_layers=8)
-    stated = Rates(layer_time=0)
-    assert choose_exit(card, {4: 0.9}, stated).row(4).draft_length > 0
-    assert choose_exit(card, {4: 0.9}, replace(stated, row=1.0)).row(4).draft_length == 0
+    stated = Rates(layer_time=0, token_time=0)
+    assert choose_exit(card, {4: 0.72}, stated).row(4).draft_length > 0
+    assert choose_exit(card, {4: 0.72}, replace(stated, row=1.0)).row(4).draft_length == 0
     # 100 bytes in each of ten parts, at 400 GB/s.
-    assert choose_exit(card, {4: 0.9}, stated).plain.round_seconds == pytest.approx(900 / 400e9)
+    assert choose_exit(card, {4: 0.72}, stated).plain.round_seconds == pytest.approx(900 / 400e9)
 
 
 def test_what_cannot_be_chosen_says_why() -> None:
@@ -98,13 +106,35 @@ def test_what_cannot_be_chosen_says_why() -> None:
     table = choose_exit(tight, {2: None, 3: 1.0, 5: 1.0}, rates(disk=10))
     assert [row.note for row in table.rows] == [
         "",
-        "the head states no agreement",
+        "the head does not say how often it is right",
         "needs 50 B more",
         "needs 250 B more",
     ]
     assert table.chosen is None
     fixed = choose_exit(replace(REQUEST, resident_layers=3), HEADS, rates(disk=10))
     assert fixed.row(4).note == "only 3 resident layers" and fixed.chosen == 2
+
+
+def head_file(path: Path, **metadata: str) -> Path:
+    header = json.dumps({"__metadata__": {"format": FORMAT, "exit_layer": "3", **metadata}}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+    return path
+
+
+def test_counts_on_answers_come_before_the_agreement_on_text_of_the_models_own(tmp_path: Path) -> None:
+    counts = {"0.8": {"kept": [1], "judged": [9]}, "0.0": {"kept": [30, 12], "judged": [50, 20]}}
+    stated = {"summary": json.dumps({"agreement": 0.75}), "acceptance": json.dumps({"temperatures": counts})}
+    both = head_file(tmp_path / "both.safetensors", **stated)
+    assert read_head_facts(both) == HeadFacts(3, 0.75, 0.6)
+    assert expected_shares({3: both}) == {3: 0.6}
+    alone = head_file(tmp_path / "alone.safetensors", summary=stated["summary"])
+    assert expected_shares({3: alone}) == {3: pytest.approx(ON_ANSWERS * 0.75)}
+    assert expected_shares({3: head_file(tmp_path / "silent.safetensors")}) == {3: None}
+    for number, wrong in enumerate(
+        ['{"temperatures": {}}', '{"temperatures": {"0.0": {"kept": [3], "judged": [2]}}}', "["]
+    ):
+        odd = head_file(tmp_path / f"{number}.safetensors", summary='{"agreement": 2}', acceptance=wrong)
+        assert read_head_facts(odd) == HeadFacts(3, None, None)
 
 
 def test_the_same_integers_give_the_same_table() -> None:
@@ -139,7 +169,7 @@ def test_wishes_that_leave_no_choice_are_refused() -> None:
         Engine.from_pretrained("smollm2-135m", exit_layer="auto", head="instant")
 
 
-SLOW = Rates(link=None, disk=20 * 10**6, device=20 * 10**9, layer_time=100, row=0.35)
+SLOW = Rates(link=None, disk=20 * 10**6, device=20 * 10**9, layer_time=100, token_time=500, row=0.35)
 
 
 @pytest.mark.real
