@@ -125,7 +125,7 @@ def test_pictures_are_drawn_from_the_report_alone(report: dict[str, Any], tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--memory", "1MiB"], "--memory: give one size or more, each above 16 MiB"),
+        (["--memory", "1MiB"], "--memory: give one size or more, each above 12 MiB"),
         (["--memory", "64MiB", "--controllers", "clever"], "there is no controller 'clever'"),
         (["--memory", "64MiB", "--baseline", "vllm"], "unknown baseline 'vllm'"),
         (["--memory", "64MiB", "--link-rates", "0MB/s"], "not a rate above 0"),

@@ -13,7 +13,7 @@ from eesd_lite.units import parse_size
 
 BASELINES = ("accelerate", "airllm", "llama.cpp")
 DISK = "disk"
-MARGIN = 16 << 20  # of the allowance, for what an engine's plan does not count: Python objects, allocator slack
+MARGIN = 12 << 20  # of the allowance, for what an engine's plan does not count: Python objects, allocator slack
 
 
 @dataclass(frozen=True, kw_only=True)
