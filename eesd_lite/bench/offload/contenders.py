@@ -17,7 +17,7 @@ from typing import Any
 from eesd_lite.baselines import accelerate, llama_cpp
 from eesd_lite.baselines.peer import PeerMissing, PeerSpec, python_for
 from eesd_lite.bench.offload import worker
-from eesd_lite.bench.offload.settings import MARGIN, OffloadSettings
+from eesd_lite.bench.offload.settings import HEAD_MARGIN, MARGIN, OffloadSettings
 from eesd_lite.config import ModelConfig
 from eesd_lite.errors import PrepareError
 from eesd_lite.prepare import ModelSource
@@ -34,8 +34,9 @@ def worker_spec(
     drafter: str | None = None, exit_layer: int | None = None,
 ) -> PeerSpec:  # fmt: skip
     """Our engine with one drafter, at one exit layer where that needs one; plain decoding without a drafter."""
+    margin = MARGIN + (0 if exit_layer is None else HEAD_MARGIN)
     options: dict[str, Any] = {
-        "device_memory": memory - MARGIN - (RUNTIME_BYTES if settings.whole_process else 0),
+        "device_memory": memory - margin - (RUNTIME_BYTES if settings.whole_process else 0),
         "context": settings.context,
         "threads": settings.threads,
         "throttle": rate,

@@ -13,6 +13,7 @@ from eesd_lite.units import parse_size
 
 BASELINES = ("accelerate", "airllm", "llama.cpp")
 DISK = "disk"
+HEAD_MARGIN = 8 << 20  # more of it where a head is loaded, which is read before it is stored in fewer bits
 MARGIN = 12 << 20  # of the allowance, for what an engine's plan does not count: Python objects, allocator slack
 
 
