@@ -160,4 +160,10 @@ def _sequences(settings: EvalSettings, folder: Path, config: ModelConfig) -> lis
             )
         else:
             found = [codec.render_chat([{"role": "user", "content": prompt.text}]) for prompt in load_prompts()]
+    highest = max((max(ids) for ids in found if ids), default=0)
+    if highest >= config.vocab_size:
+        raise PromptError(
+            f"the text has the token id {highest}, outside the model's vocabulary of {config.vocab_size}: "
+            "the tokenizer does not belong to this model"
+        )
     return found[: settings.limit_windows]

@@ -168,6 +168,12 @@ def write_states(
         max_tokens=request.tokens,
         progress=progress,
     )
+    highest = max(max(ids) for ids in sequences)
+    if highest >= config.vocab_size:
+        raise PrepareError(
+            f"{request.data}: token id {highest} is outside the model's vocabulary of {config.vocab_size}; "
+            "the tokenizer does not belong to this model, or the text holds tokens that were added to it"
+        )
     cache_texts(
         folder, out, sequences, exit_layers=request.exit_layers, progress=progress, quantize=request.quantize,
         weights=request.weights,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,22 @@ def test_a_reference_with_another_vocabulary_is_refused(folders: tuple[Path, Pat
     (other / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 16}))
     with pytest.raises(ModelError, match="not the same model"):
         evaluate_folders(EvalSettings(model=str(folders[0]), reference=str(other)), no_progress)
+
+
+def test_a_text_with_tokens_that_the_model_lacks_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    import json
+
+    folder = shutil.copytree(folders[1], tmp_path / "narrow")
+    config = json.loads((folder / "config.json").read_text())
+    rows = 80  # letters have higher ids in a byte-level tokenizer
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": rows}))
+    tensors = load_file(folder / "model.safetensors")
+    whole = config["vocab_size"]
+    save_file({n: t[:rows].clone() if len(t) == whole else t for n, t in tensors.items()}, folder / "model.safetensors")
+    text = tmp_path / "text.txt"
+    text.write_text("\u00ff")
+    with pytest.raises(PromptError, match="outside the model's vocabulary of 80"):
+        evaluate_folders(EvalSettings(model=str(folder), text=text, engine=True), no_progress)
 
 
 @pytest.mark.parametrize("place", ["model", "reference"])

@@ -94,6 +94,14 @@ def test_where_a_folder_holds_several_files_the_teacher_is_the_one_that_is_named
     assert StateCache(tmp_path / "states").meta.fingerprint == made_for[0]
 
 
+def test_text_with_tokens_that_the_model_lacks_is_refused(target: Path, tmp_path: Path) -> None:
+    data = tmp_path / "text.jsonl"
+    data.write_text("\n".join(json.dumps({"text": f"{number} bottles of beer"}) for number in range(60)))
+    request = TrainRequest(model=str(target), exit_layers=(1,), out=tmp_path / "out", data=data, instant=True)
+    with pytest.raises(PrepareError, match=r"token id 2\d\d is outside the model's vocabulary of 200"):
+        train_heads(request)
+
+
 def test_training_writes_one_loadable_head_per_exit_layer_and_a_report(
     tiny, target: Path, states: Path, tmp_path: Path
 ) -> None:  # type: ignore[no-untyped-def]
