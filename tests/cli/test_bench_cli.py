@@ -141,3 +141,12 @@ def test_an_infinite_divergence_is_still_json(monkeypatch: pytest.MonkeyPatch) -
     raw = CliRunner().invoke(eesd, ["eval", "m", "--json"], prog_name="eesd")
     found = json.loads(raw.stdout, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert float(found["kld"]) == float("inf")
+
+
+def test_exits_may_be_measured_unless_the_throttle_is_a_ratio_of_one_exit(bench: Bench) -> None:
+    _, settings = bench("m", "--exit-layer", "AUTO", "--throttle", "20MB")
+    assert settings.exit_layer == "auto"
+    result, settings = bench("m", "--exit-layer", "auto", "--throttle", "sweep=40")
+    assert settings is None and result.exit_code == 1 and "name a rate: 800MB/s" in result.stderr
+    result, _ = bench("m", "--exit-layer", "deep")
+    assert result.exit_code == 2 and "'deep' is neither auto nor a number of layers from 1 on" in result.stderr
