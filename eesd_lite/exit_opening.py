@@ -62,10 +62,13 @@ def settle(
     if options.tiers is not None and saved is not None:
         kept = read_exit_layer(saved)
         if default is None or leading_device_layers(options.tiers) < default:
-            known = kept is None or kept in heads  # a head that is gone is said to be missing only if it was asked for
-            return (Settled(kept), "off" if kept is None else head) if known else (Settled(default), head)
+            if kept is None:
+                return Settled(None, None, (f"plain decoding, as {saved} has it",)), "off"
+            if default is None or kept in heads:  # a head that is gone is missed only by who asked for it
+                return Settled(kept), head
     if default is None:
         rates = measure(checkpoint, config, store, options, ops, kernels, progress) if heads else Rates()
+        rates = rates if measured is None else replace(rates, link=measured.link, host=measured.host)
         settled = settle_exit(request, heads, rates, default=None)
         return settled, head if settled.exit_layer is not None else "off"
     return settle_exit(request, heads, stated_rates(options), default=default), head
@@ -82,7 +85,7 @@ def measure(
     checkpoint: Checkpoint, config: ModelConfig, store: PackedStore, options: LoadOptions, ops: Ops,
     kernels: KernelSet, progress: Progress,
 ) -> Rates:  # fmt: skip
-    """The machine's rates: medians of a few passes. The link of a device is not measured here: see `tier_rates`."""
+    """The machine's rates: medians of a few passes. A device's link is measured by `tier_rates`, or as stated."""
     progress("measuring what an exit would cost", 0, 0)
     device = torch.device(options.device)
     index = len(store.layouts) - 1

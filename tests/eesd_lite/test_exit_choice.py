@@ -192,8 +192,13 @@ def test_auto_drafts_at_the_exit_that_was_chosen_and_says_what_plain_decoding_sa
     monkeypatch.setattr("eesd_lite.exit_opening.measure", lambda *others: SLOW)
     chosen = answer(exit_layer="auto", plan_file=saved, controller="fixed:3")
     assert chosen[0] == plain[0] and chosen[1] == measured.plan.exit_layer == 10
-    monkeypatch.setattr("eesd_lite.exit_opening.measure", lambda *others: replace(SLOW, disk=10**12))
-    assert answer(exit_layer="auto")[1] is None  # a disk that costs nothing
+    quick = replace(SLOW, disk=10**12)
+    monkeypatch.setattr("eesd_lite.exit_opening.measure", lambda *others: quick)
+    off = tmp_path / "off.json"
+    assert answer(exit_layer="auto", plan_file=off)[1] is None  # a disk that costs nothing
+    monkeypatch.setattr("eesd_lite.exit_opening.measure", lambda *others: SLOW)
+    assert answer(exit_layer="auto", plan_file=off)[1] is None
+    monkeypatch.setattr("eesd_lite.exit_opening.measure", lambda *others: quick)
     assert answer(exit_layer="auto", plan_file=saved, controller="fixed:3") == chosen  # frozen
     saved.write_text(saved.read_text().replace('"exit_layer": 10,', '"exit_layer": "x",', 1))
     with pytest.raises(BudgetError, match="not a saved plan"):
