@@ -1,8 +1,10 @@
 """What is believed of a head before it has drafted anything: how often its tokens are kept, by its own confidence.
 
-An AcceptancePrior is counts of judged tokens on recorded traces. GENERIC comes from two shipped heads on prompts that
-no benchmark uses (`eesd trace` with docs/benchmarks/prior_prompts.txt, exits 10 and 20; `replay.prior` counted);
-controllers give it a small weight and scale it down where a head turns out to promise too much. Plain Python.
+An AcceptancePrior is counts of judged tokens, a TreePrior is about all proposals of a node; a Belief has both. GENERIC
+comes from two shipped heads on prompts that no benchmark uses (`eesd trace` with docs/benchmarks/prior_prompts.txt,
+exits 10 and 20; `replay.prior` counted); controllers give it a small weight and scale it down where a head turns out to
+promise too much. A head whose file says how often it was right has a belief of its own
+(`eesd_lite.head_prior`). Plain Python.
 """
 
 from __future__ import annotations
@@ -16,12 +18,13 @@ EDGES = (0.15, 0.3, 0.5, 0.7, 0.85, 0.93, 0.98)
 @dataclass(frozen=True)
 class AcceptancePrior:
     """By level of confidence (below, between and above `edges`); `following`: levels that came after a kept token of
-    each level, and as the last row those that began a draft."""
+    each level, and as the last row those that began a draft. `together`: what all levels weigh at first."""
 
     edges: tuple[float, ...]
     kept: tuple[float, ...]
     judged: tuple[float, ...]
     following: tuple[tuple[float, ...], ...]
+    together: float = 40.0
 
     def __post_init__(self) -> None:
         levels = len(self.edges) + 1
@@ -43,7 +46,29 @@ class AcceptancePrior:
     def without_confidence(self) -> AcceptancePrior:
         """One level for all: what `beta` believes."""
         kept, judged = sum(self.kept), sum(self.judged)
-        return AcceptancePrior((), (kept,), (judged,), ((judged,), (judged,)))
+        return AcceptancePrior((), (kept,), (judged,), ((judged,), (judged,)), self.together)
+
+
+@dataclass(frozen=True)
+class TreePrior:
+    """log-odds(kept) = shift + slope * log-odds(confidence) for every proposal of a head.
+
+    `precision` of shift, of both together, and of slope; `nodes`: confidences of what it proposes at usual nodes,
+    likeliest first.
+    """
+
+    shift: float
+    slope: float
+    precision: tuple[float, float, float]
+    nodes: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class Belief:
+    """What controllers begin with: of chains and of trees."""
+
+    chain: AcceptancePrior
+    tree: TreePrior
 
 
 GENERIC = AcceptancePrior(
@@ -62,3 +87,26 @@ GENERIC = AcceptancePrior(
         (512, 515, 385, 241, 142, 74, 66, 66),
     ),
 )
+
+# What the head says is believed at first, but not for long. Nodes: the same heads and prompts, greedy, twelfths by the
+# confidence of the best proposal, averaged.
+GENERIC_TREE = TreePrior(
+    shift=0.0,
+    slope=1.0,
+    precision=(1.0, 0.0, 10.0),
+    nodes=(
+        (0.261, 0.143, 0.080, 0.050, 0.036, 0.027, 0.021, 0.017),
+        (0.086, 0.056, 0.041, 0.032, 0.027, 0.023, 0.020, 0.018),
+        (0.635, 0.109, 0.043, 0.026, 0.017, 0.012, 0.010, 0.008),
+        (0.167, 0.105, 0.070, 0.050, 0.039, 0.031, 0.026, 0.022),
+        (0.406, 0.167, 0.065, 0.039, 0.027, 0.020, 0.016, 0.013),
+        (0.046, 0.035, 0.028, 0.023, 0.020, 0.018, 0.016, 0.014),
+        (0.962, 0.012, 0.005, 0.003, 0.002, 0.001, 0.001, 0.001),
+        (0.211, 0.119, 0.075, 0.052, 0.039, 0.030, 0.024, 0.020),
+        (0.507, 0.150, 0.057, 0.031, 0.021, 0.016, 0.013, 0.010),
+        (0.127, 0.082, 0.059, 0.045, 0.035, 0.028, 0.023, 0.020),
+        (0.804, 0.061, 0.023, 0.013, 0.009, 0.007, 0.005, 0.004),
+        (0.325, 0.157, 0.081, 0.046, 0.033, 0.024, 0.019, 0.016),
+    ),
+)
+GENERIC_BELIEF = Belief(GENERIC, GENERIC_TREE)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any, Protocol, runtime_checkable
 
-from eesd_lite.acceptance import GENERIC, AcceptancePrior
+from eesd_lite.acceptance import GENERIC, GENERIC_BELIEF, GENERIC_TREE, AcceptancePrior, Belief, TreePrior
 from eesd_lite.controllers_thompson import ThompsonController
 from eesd_lite.controllers_tree import FixedTree, ThompsonTree, TreeController
 from eesd_lite.costs import RoundCosts
@@ -115,22 +115,26 @@ def draft_limit_for(*specs: str) -> int:
 
 
 def any_controller(
-    spec: str, rng_seed: int = 0, *, costs: RoundCosts | None = None, tree_costs: TreeCosts | None = None
-) -> Controller | TreeController:
+    spec: str, rng_seed: int = 0, *, costs: RoundCosts | None = None, tree_costs: TreeCosts | None = None,
+    belief: Belief = GENERIC_BELIEF,
+) -> Controller | TreeController:  # fmt: skip
     """The controller that a user names, of chains or of trees; EesdError lists the names.
 
-    Those that learn begin with the costs of the plan, of chains and of trees, if it has run before, and add to them.
+    Those that learn begin with the costs of the plan, of chains and of trees, if it has run before, and add to them;
+    and with what is believed of the head.
     """
-    tree = _tree_controller(spec, rng_seed, tree_costs)
-    return tree if tree is not None else make_controller(spec, rng_seed, costs=costs)
+    tree = _tree_controller(spec, rng_seed, tree_costs, belief.tree)
+    return tree if tree is not None else make_controller(spec, rng_seed, costs=costs, prior=belief.chain)
 
 
-def _tree_controller(spec: str, rng_seed: int, costs: TreeCosts | None = None) -> TreeController | None:
+def _tree_controller(
+    spec: str, rng_seed: int, costs: TreeCosts | None = None, prior: TreePrior = GENERIC_TREE
+) -> TreeController | None:
     kind, colon, number = spec.strip().lower().partition(":")
     if kind != "tree":
         return None
     if not colon:
-        return ThompsonTree(rng_seed, costs)
+        return ThompsonTree(rng_seed, costs, prior)
     if number.isascii() and number.isdigit() and len(number) <= 4 and 1 <= int(number) <= LARGEST_TREE:
         return FixedTree(int(number))
     raise EesdError(f"tree:NODES takes a number of nodes from 1 to {LARGEST_TREE}, not {spec!r}")

@@ -15,10 +15,10 @@ from typing import Any
 from eesd_lite.acceptance import GENERIC, AcceptancePrior
 from eesd_lite.costs import RoundCosts
 
-_PRIOR_WEIGHT = 8.0  # in observations: what a level believes before it saw any, ...
-_PRIOR_TOGETHER = 40.0  # ... or its part of this, if that is more: one level for all sees many tokens soon
+_PRIOR_WEIGHT = 8.0  # in observations: what a level believes before it saw any, or its part of the prior's
 _NEXT_WEIGHT = 8.0  # the same for which level follows which
-_KEEP = 0.99  # per observation of a level: about the last 100 count
+_KEEP = 0.99  # per observation of a level: about the last 100 count ...
+_KEEP_ONE = 0.998  # ... and the last 500 of one level for all, which sees more of them
 _KEEP_ALL = 0.98  # the same for the head's honesty over all levels: about the last 50
 _KEEP_OFF = 0.998  # per round without drafting: what was believed when drafting stopped fades, half in 350 rounds
 _MARGINAL_WEIGHT = 8.0  # in observations: how strongly the next level is guessed from all levels, not from the last
@@ -56,7 +56,8 @@ class ThompsonController:
         self._random = random.Random(rng_seed)
         self._expects = prior.acceptance()
         levels = len(self._expects)
-        self._weight = max(_PRIOR_WEIGHT, _PRIOR_TOGETHER / levels)
+        self._weight = max(_PRIOR_WEIGHT, prior.together / levels)
+        self._keep = _KEEP if levels > 1 else _KEEP_ONE
         self._all_kept = self._all_stated = 1.0  # discounted counts: tokens kept, and how many were expected to be
         self._kept = [0.0] * levels  # discounted counts of kept tokens, by level
         self._lost = [0.0] * levels
@@ -162,8 +163,8 @@ class ThompsonController:
         row = len(self._kept)
         for index, level in enumerate(self._path[: accepted + 1]):
             kept = 1.0 if index < accepted else 0.0
-            self._kept[level] = _KEEP * self._kept[level] + kept
-            self._lost[level] = _KEEP * self._lost[level] + 1.0 - kept
+            self._kept[level] = self._keep * self._kept[level] + kept
+            self._lost[level] = self._keep * self._lost[level] + 1.0 - kept
             for counts in (self._next[row], self._seen):
                 counts[:] = [_KEEP * count for count in counts]
                 counts[level] += 1.0

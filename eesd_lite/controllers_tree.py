@@ -9,24 +9,24 @@ the many unlikely siblings of a tree need more than levels). Plain Python; reads
 
 from __future__ import annotations
 
-import math
 import random
 from abc import ABC, abstractmethod
-from collections import deque
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
+from eesd_lite.acceptance import GENERIC_TREE, TreePrior
+from eesd_lite.tree_beliefs import Calibration, Typical, log_odds, probability
 from eesd_lite.tree_costs import TreeCosts
 
 Lessons = Sequence[Sequence[tuple[float, bool]]]  # by visited node: each proposal's confidence, and whether it was kept
 
-_PRIOR_PRECISION = (1.0, 10.0)  # of a and b around 0 and 1: what the head says is believed at first, but not for long
 _KEEP = 0.99  # per round that drafted: about the last 100 count
 _KEEP_OFF = 0.998  # per round that did not: what was believed fades, half in 350 rounds
-_ODDS_LIMIT = 7.0  # log-odds beyond are not told apart
-_RECENT = 64  # visited nodes whose best proposals say what asking is worth
 _LEAST_START, _LEAST_MORE = 0.03, 0.005  # tokens that a draft, and going on, must promise; as for chains
 _LONE_PLAIN = 0.7  # a single plain round may have been a hiccup: it counts as this much of its time
+_ASKING = 0.5  # share of a draft step of one node that is spent when the head was asked and nothing joins
 _RAMP = 4  # a tree may have so many times the nodes of the largest whose time is known, and so many more
 _REFUSAL = 4  # as for chains
 _EXPLORE_AGAIN = 1.0  # plain rounds that exploration may cost in a conversation on a plan whose costs are known
@@ -106,58 +106,16 @@ class FixedTree(TreeController):
         return {}
 
 
-class Calibration:
-    """The posterior of (a, b) in log-odds(kept) = a + b * log-odds(confidence), by Laplace's approximation."""
-
-    def __init__(self) -> None:
-        self._precision = [0.0, 0.0, 0.0]  # of the data: aa, ab, bb
-        self._pull = [0.0, 0.0]  # precision times mean, of the data
-        self.mean = (0.0, 1.0)
-
-    def fade(self, keep: float) -> None:
-        """Observations so far count less."""
-        self._precision = [keep * value for value in self._precision]
-        self._pull = [keep * value for value in self._pull]
-
-    def learn(self, confidence: float, kept: bool) -> None:
-        """One judged proposal."""
-        x = _log_odds(confidence)
-        a, b = self.mean
-        expected = _probability(a + b * x)
-        weight = max(expected * (1.0 - expected), 1e-4)
-        target = weight * (a + b * x) + (kept - expected)
-        for place, value in enumerate((weight, weight * x, weight * x * x)):
-            self._precision[place] += value
-        self._pull[0] += target
-        self._pull[1] += target * x
-        aa, ab, bb = self._posterior()
-        right = (self._pull[0], self._pull[1] + _PRIOR_PRECISION[1])
-        scale = aa * bb - ab * ab
-        self.mean = ((bb * right[0] - ab * right[1]) / scale, (aa * right[1] - ab * right[0]) / scale)
-
-    def draw(self, rng: random.Random) -> tuple[float, float]:
-        """(a, b) from the posterior; b is never negative: more confidence is not less."""
-        aa, ab, bb = self._posterior()
-        spread_b = math.sqrt(aa / (aa * bb - ab * ab))
-        b = self.mean[1] + spread_b * rng.gauss(0.0, 1.0)
-        a = self.mean[0] - ab / aa * (b - self.mean[1]) + rng.gauss(0.0, 1.0) / math.sqrt(aa)
-        return a, max(b, 0.0)
-
-    def _posterior(self) -> tuple[float, float, float]:
-        aa, ab, bb = self._precision
-        return aa + _PRIOR_PRECISION[0], ab, bb + _PRIOR_PRECISION[1]
-
-
 class ThompsonTree(TreeController):
     """`tree`: grows as far as it pays; where nothing pays, plain rounds with an occasional probe."""
 
     name = "tree"
 
-    def __init__(self, rng_seed: int = 0, costs: TreeCosts | None = None) -> None:
+    def __init__(self, rng_seed: int = 0, costs: TreeCosts | None = None, prior: TreePrior = GENERIC_TREE) -> None:
         self.costs = costs if costs is not None else TreeCosts()  # belong to the plan, not to a conversation
-        self.calibration = Calibration()
+        self.calibration = Calibration(prior)
         self._random = random.Random(rng_seed)
-        self._best: deque[float] = deque(maxlen=_RECENT)  # confidence of the best proposal at nodes visited lately
+        self._nodes_seen = Typical(prior.nodes)
         self._account = _EXPLORE_AGAIN * self.costs.seconds(0, 0)  # seconds that exploration may cost
         self._waiting = 0  # rounds until exploring is allowed again
         self._exploring = False
@@ -182,11 +140,11 @@ class ThompsonTree(TreeController):
             return
         self._begun(min(limit, _RAMP * (most + 1)) if most >= 0 else 0)
         self._draw = self.calibration.draw(self._random)
-        self._typical = self._expected(self._draw)
+        self._typical = self._nodes_seen.best(self._draw)
 
     def chance(self, confidence: float) -> float:
         """Under the round's draw."""
-        return _probability(self._draw[0] + self._draw[1] * _log_odds(confidence))
+        return probability(self._draw[0] + self._draw[1] * log_odds(confidence))
 
     def asks(self, reach: float, rivals: Sequence[float]) -> bool:
         """Whether the best proposal to be expected there would pay; at node 0, also whether belief or account allow."""
@@ -195,12 +153,13 @@ class ThompsonTree(TreeController):
             return False
         if self._nodes:
             return reach * self._typical > self._rate * (self._time(1, 0) - self._time(0, 0))
-        price = self._time(1, 1) - self._plain_time()
-        wants = self._typical - _LEAST_START > self._rate * price
-        if self._expected(self.calibration.mean) - _LEAST_START > self._rate * price:
+        plain = self._plain_time()
+        prices = [self._rate * (self._time(count, 1) - plain) for count in range(1, min(room, 8) + 1)]
+        wants = self._nodes_seen.gain(self._draw, prices, -_ASKING * prices[0]) > _LEAST_START
+        if self._nodes_seen.gain(self.calibration.mean, prices, -_ASKING * prices[0]) > _LEAST_START:
             return wants
         # The mean belief says that drafting loses time. A draw may disagree, or a probe ask again, on account.
-        price = max(price, 0.01 * self._time(0, 0))
+        price = max(self._time(1, 1) - plain, 0.01 * self._time(0, 0))
         if self._account < price or self._waiting > 0:
             self._refused = _REFUSAL
             return False
@@ -210,17 +169,25 @@ class ThompsonTree(TreeController):
         return True
 
     def take(self, reaches: Sequence[float]) -> int:
-        """The group whose paths exceed its price by most; no more than surely belong into what room is left."""
+        """The group whose paths exceed its price by most, of candidates that surely belong to the best tree.
+
+        Places in it are those that cost less than a candidate's reach: where three nodes are free and a fourth is dear,
+        three unlikely siblings must not take what the descendants of a likely one deserve.
+        """
         room = self._cap - self._nodes
-        now, best, gain, most = self._time(0, 0), 0, 0.0, 0.0
+        now = self._time(0, 0)
+        prices = [self._rate * (self._time(count, 1) - now) for count in range(room + 1)]
+        each = [price - before for before, price in pairwise(prices)]  # never falling: the price of nodes is convex
+        best, ahead, most = 0, 0.0, 0.0
         for count, reach in enumerate(reaches[:room], start=1):
-            gain += reach
-            value = gain - self._rate * (self._time(count, 1) - now) - (_LEAST_MORE if self._nodes else 0.0)
-            if value > most:
-                best, most = count, value
+            if ahead > bisect_left(each, reach) * reach:
+                break
+            ahead += reach
+            gain = ahead - prices[count] - (_LEAST_MORE if self._nodes else 0.0)
+            if gain > most:
+                best, most = count, gain
         if self._exploring and self._cap == 1 and self._nodes == 0:
             best = min(1, len(reaches))
-        best = min(best, group_size(reaches, room))
         self._nodes += best
         self._steps += best > 0
         return best
@@ -233,7 +200,7 @@ class ThompsonTree(TreeController):
         elif self._limit > 0:
             self.calibration.fade(_KEEP_OFF)
         for proposals in lessons:
-            self._best.append(proposals[0][0])
+            self._nodes_seen.add([confidence for confidence, _ in proposals])
             for confidence, kept in proposals:
                 self.calibration.learn(confidence, kept)
         self._keep_account(nodes, steps, accepted, first=first)
@@ -256,12 +223,6 @@ class ThompsonTree(TreeController):
     def _plain_time(self) -> float:
         return self.costs.seconds(0, 0) * (_LONE_PLAIN if self.costs.plain_rounds == 1 else 1.0)
 
-    def _expected(self, belief: tuple[float, float]) -> float:
-        """What the best proposal of a node is worth on average."""
-        if not self._best:
-            return _probability(belief[0])
-        return sum(_probability(belief[0] + belief[1] * _log_odds(c)) for c in self._best) / len(self._best)
-
     def belief(self) -> dict[str, Any]:
         """Calibration, times by nodes (each level of four nodes one step), and the throughput, as learned so far."""
         a, b = self.calibration.mean
@@ -270,12 +231,3 @@ class ThompsonTree(TreeController):
             "round_seconds": {n: round(self.costs.seconds(n, -(-n // 4)), 6) for n in (0, 4, 16, 64)},
             "tokens_per_second": round(self.costs.throughput(), 3),
         }
-
-
-def _log_odds(p: float) -> float:
-    p = min(max(p, 1e-9), 1.0 - 1e-9)
-    return min(max(math.log(p / (1.0 - p)), -_ODDS_LIMIT), _ODDS_LIMIT)
-
-
-def _probability(log_odds: float) -> float:
-    return 1.0 / (1.0 + math.exp(-log_odds)) if log_odds > -700 else 0.0

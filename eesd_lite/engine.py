@@ -27,6 +27,7 @@ from eesd_lite.emitter import Emitter, TokenEvent
 from eesd_lite.errors import EesdError, ModelError, NotFiniteError
 from eesd_lite.exit_choice import ExitTable
 from eesd_lite.exit_head import ExitHead
+from eesd_lite.head_prior import NO_PRIOR
 from eesd_lite.opening import EngineOptions, open_parts
 from eesd_lite.params import SamplingParams
 from eesd_lite.placement import Plan
@@ -76,6 +77,7 @@ class Engine:
         self._open: weakref.ref[Generator[TokenEvent, None, None]] | None = None
         self._costs, self._tree_costs = RoundCosts(), TreeCosts()  # of the plan: every conversation adds to them
         self._last_prompt: list[int] | None = None  # of the conversation that the controller knows
+        self._temperature = 0.0  # of that conversation's beginning: what is believed of the head depends on it
         self.set_controller(controller)
 
     @classmethod
@@ -142,9 +144,14 @@ class Engine:
     def set_controller(self, spec: str) -> None:
         """Decide anew how much is drafted; forgets what was learned and (`off` keeps no head cache) the prefix."""
         self.controller_spec = spec
-        self._controller = any_controller(spec, costs=self._costs, tree_costs=self._tree_costs)
+        self._controller = self._fresh_controller()
         self._keeps_learning = False
         self.reset()
+
+    def _fresh_controller(self) -> Controller | TreeController:
+        """Knows the plan's costs and, where the head's file says it, how often the head was right."""
+        belief = (NO_PRIOR if self.head is None else self.head.prior).at(self._temperature)
+        return any_controller(self.controller_spec, costs=self._costs, tree_costs=self._tree_costs, belief=belief)
 
     @property
     def controller(self) -> Controller | TreeController:
@@ -170,14 +177,16 @@ class Engine:
 
     def _forget_conversation(self) -> None:
         if self._last_prompt is not None and not self._keeps_learning:
-            self._controller = any_controller(self.controller_spec, costs=self._costs, tree_costs=self._tree_costs)
+            self._controller = self._fresh_controller()
         self._last_prompt = None
 
-    def _continue_or_begin(self, ids: list[int]) -> None:
+    def _continue_or_begin(self, ids: list[int], temperature: float) -> None:
         """A prompt that goes on from the last one is the conversation's next turn; any other begins a new one."""
         last = self._last_prompt
-        if last is not None and not (len(ids) > len(last) and ids[: len(last)] == last):
-            self._forget_conversation()
+        begins = last is None or not (len(ids) > len(last) and ids[: len(last)] == last)
+        if begins and (last is not None or temperature != self._temperature) and not self._keeps_learning:
+            self._temperature = temperature
+            self._controller = self._fresh_controller()
         self._last_prompt = ids
 
     def _end_open(self) -> None:
@@ -225,7 +234,7 @@ class Engine:
         params = params if params is not None else SamplingParams()
         ids = self._check(prompt)
         self._end_open()
-        self._continue_or_begin(ids)
+        self._continue_or_begin(ids, params.temperature)
         run = self._run(ids, params, progress)
         self._open = weakref.ref(run)
         return run

@@ -50,6 +50,7 @@ class ExitHead:
         self.exit_layer = head.exit_layer
         self.nbytes, self.bits = layout.nbytes, bits
         self.vocabulary = vocabulary
+        self.prior = head.prior  # how often it was right when that was counted
         self._ops, self._reach, self.kv = ops, reach, kv
         self.waiting = WaitingStates(config.hidden_size, device)
         self._eps = config.rms_norm_eps

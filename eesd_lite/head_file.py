@@ -22,9 +22,11 @@ from torch import Tensor
 from eesd_lite.config import ModelConfig
 from eesd_lite.errors import HeadError
 from eesd_lite.head_list import FORMAT
+from eesd_lite.head_prior import NO_PRIOR, HeadPrior, read_prior
 from eesd_lite.layer_shapes import HeadShape
 from quant.checkpoint import Checkpoint
 
+ACCEPTANCE = "acceptance"  # metadata that a head may lack: how often it was right
 DRAFT_VOCAB = "draft_vocab"  # the one tensor that a head may lack
 _SHAPE_KEYS = (
     "vocab_size",
@@ -39,7 +41,8 @@ _SHAPE_KEYS = (
 
 @dataclass(frozen=True)
 class HeadTensors:
-    """A loaded head. `metadata` is the file's own, `summary` its decoded training summary."""
+    """A loaded head. `metadata` is the file's own, `summary` its decoded training summary, `prior` its own acceptance
+    (of no worth, hence none, with another target)."""
 
     exit_layer: int
     shape: HeadShape
@@ -47,6 +50,7 @@ class HeadTensors:
     fingerprint: str
     summary: dict[str, object]
     metadata: dict[str, str]
+    prior: HeadPrior = NO_PRIOR
     draft_vocab: Tensor | None = None  # int32, token ids by their frequency in the training text, most frequent first
 
 
@@ -155,11 +159,35 @@ def load_head(path: Path, config: ModelConfig, fingerprint: str | None = None, f
             if draft_vocab is not None:
                 _check_draft_vocab(str(path), draft_vocab, config)
             summary = json.loads(metadata.get("summary", "{}"))
+            prior = read_prior(metadata.get(ACCEPTANCE)) if fingerprint in (None, theirs) else NO_PRIOR
     except SafetensorError as error:
         raise HeadError(f"{path}: not a head file, or truncated ({error}); copy or train it again") from None
     except (KeyError, ValueError) as error:
         raise HeadError(f"{path}: damaged head metadata ({error}); copy or train it again") from None
-    return HeadTensors(exit_layer, shape, tensors, theirs, summary, dict(metadata), draft_vocab)
+    return HeadTensors(exit_layer, shape, tensors, theirs, summary, dict(metadata), prior, draft_vocab)
+
+
+def write_acceptance(path: Path, prior: HeadPrior) -> None:
+    """Put a head's acceptance into its file, in place of what it said before; its tensors keep their bytes.
+
+    HeadError for what is no safetensors file.
+    """
+    try:
+        stored = path.read_bytes()
+        size = int.from_bytes(stored[:8], "little")
+        header = json.loads(stored[8 : 8 + size])
+        header["__metadata__"][ACCEPTANCE] = json.dumps(prior.as_dict(), separators=(",", ":"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise HeadError(f"{path}: not a head file ({error})") from None
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # as safetensors aligns its data
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(len(text).to_bytes(8, "little") + text + stored[8 + size :])
+        temporary.chmod(0o644)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _check_format(path: Path, metadata: Mapping[str, str]) -> None:

@@ -8,7 +8,7 @@ Plain Python; reads no clock. Used by `eesd_lite.controllers_tree`.
 
 from __future__ import annotations
 
-NODE_KNEES = (0, 8, 24)  # up to some rows a product costs what one row costs; behind a disk many are free
+NODE_KNEES = (0, 3, 8, 24)  # up to some rows a product costs what one row costs; behind a disk many are free
 _KEEP = 0.98  # per round: about the last 50 count
 _RATE_KEEP = 0.985  # as in costs.py
 _OUTLIER = 3.0  # a round that took more than this many times what was expected counts as this much

@@ -83,7 +83,7 @@ def _seeds(trace: Trace, curve: CostCurve, spec: str, settings: ReplaySettings) 
         one = play(
             trace,
             curve,
-            lambda number, costs: make_controller(spec, number, costs=costs),
+            lambda number, costs: make_controller(spec, number, costs=costs, prior=trace.belief.chain),
             mode=settings.mode,
             noise=settings.noise,
             seed=1000 * seed,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from eesd_lite.acceptance import GENERIC_BELIEF, Belief
 from eesd_lite.controller import any_controller, make_controller
 from eesd_lite.controllers_tree import FixedTree, TreeController
 from eesd_lite.progress import Progress, no_progress
@@ -105,16 +106,17 @@ def tree_point(trace: TreeTrace, curve: TreeCurve, shapes: FixedShapes, settings
     }
 
 
-def _chain(spec: str) -> Callable[..., Any]:
-    return lambda seed, costs: make_controller(spec, seed, costs=costs)
+def _chain(spec: str, belief: Belief = GENERIC_BELIEF) -> Callable[..., Any]:
+    return lambda seed, costs: make_controller(spec, seed, costs=costs, prior=belief.chain)
 
 
 def _seeds(trace: TreeTrace, curve: TreeCurve, spec: str, settings: TreeReplaySettings) -> Played:
     """A controller that learns, of either kind; all seeds added up."""
     total, is_tree = Played(), isinstance(any_controller(spec), TreeController)
+    belief = trace.chains.belief
 
     def make_tree(seed: int, costs: Any) -> TreeController:
-        made = any_controller(spec, seed, tree_costs=costs)
+        made = any_controller(spec, seed, tree_costs=costs, belief=belief)
         assert isinstance(made, TreeController)
         return made
 
@@ -123,7 +125,7 @@ def _seeds(trace: TreeTrace, curve: TreeCurve, spec: str, settings: TreeReplaySe
             one = play_trees(trace, curve, make_tree, mode=settings.mode, noise=settings.noise, seed=seed)
         else:
             chains = curve.of_chains(trace.chains.k_max)
-            one = play(trace.chains, chains, _chain(spec), mode=settings.mode, noise=settings.noise, seed=seed)
+            one = play(trace.chains, chains, _chain(spec, belief), mode=settings.mode, noise=settings.noise, seed=seed)
         for name, value in vars(one).items():
             setattr(total, name, getattr(total, name) + value)
     return total

@@ -19,7 +19,8 @@ def ngram_trace(trace: Trace) -> Trace:
     }
     longest = int(trace.about["params"]["max_new_tokens"])
     answers = tuple(_look_up(answer, trace.k_max, longest) for answer in trace.answers)
-    return Trace({**trace.about, "drafter": "ngram", "seconds": seconds}, answers)
+    about = {name: value for name, value in trace.about.items() if name != "acceptance"}  # is about the head
+    return Trace({**about, "drafter": "ngram", "seconds": seconds}, answers)
 
 
 def _look_up(answer: Answer, k_max: int, longest: int) -> Answer:

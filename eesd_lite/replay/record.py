@@ -71,6 +71,9 @@ def about_trace(engine: Engine, params: SamplingParams, k_max: int, seconds: dic
         "k_max": k_max,
         "params": {name: value for name, value in asdict(params).items() if name != "stop"},
         "seconds": seconds,
+        **(
+            {"acceptance": engine.head.prior.as_dict()} if engine.head is not None and engine.head.prior.beliefs else {}
+        ),
     }
 
 

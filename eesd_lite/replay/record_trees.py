@@ -73,7 +73,7 @@ def record_trees(
         trees.append(_trees(engine, prompt, answer, params, nodes, lambda done, of: progress(note, done, of)))  # noqa: B023
         engine.reset()
     seconds = measure_rows(engine, clock)
-    about = about_trace(engine, params, chain, _of_chains(seconds, chain))
+    about = about_trace(engine, params, chain, chain_seconds(seconds, chain))
     about["trees"] = {"nodes": nodes, "seconds": seconds}
     return TreeTrace(Trace(about, tuple(answers)), tuple(trees))
 
@@ -158,7 +158,7 @@ def measure_rows(engine: Engine, clock: Callable[[], float] = time.perf_counter)
     return found
 
 
-def _of_chains(seconds: dict[str, list[float]], longest: int) -> dict[str, Any]:
+def chain_seconds(seconds: dict[str, list[float]], longest: int) -> dict[str, Any]:
     """The same times as a trace of chains states them."""
     from eesd_lite.replay.tree_curves import by_rows
 

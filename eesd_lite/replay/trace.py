@@ -16,7 +16,9 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
+from eesd_lite.acceptance import Belief
 from eesd_lite.errors import TraceError
+from eesd_lite.head_prior import NO_PRIOR, read_prior
 
 FORMAT = "eesd-trace-1"
 CONFIDENCE_STEPS = 65535  # confidences are stored in steps of 1 / 65535
@@ -47,7 +49,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Trace:
-    """`about`: model, exit_layer, sampling, k_max, and the seconds of a step as measured while recording."""
+    """`about`: model, exit_layer, sampling, k_max, the seconds of a step as measured while recording, and `acceptance`,
+    what the head's file says of it, if it does."""
 
     about: dict[str, Any]
     answers: tuple[Answer, ...]
@@ -55,6 +58,13 @@ class Trace:
     @property
     def k_max(self) -> int:
         return int(self.about["k_max"])
+
+    @property
+    def belief(self) -> Belief:
+        """What an engine would believe of the head at first."""
+        stored = self.about.get("acceptance")
+        prior = NO_PRIOR if stored is None else read_prior(json.dumps(stored))
+        return prior.at(float(self.about["params"]["temperature"]))
 
     def save(self, path: Path) -> None:
         """Write the file."""
@@ -91,7 +101,9 @@ class Trace:
         about = json.loads(arrays["about"].tobytes())
         if about.pop("format", None) != FORMAT:
             raise TraceError(f"not a trace of this version ({FORMAT}); record it again with `eesd trace`")
-        return cls(about, _answers(arrays))
+        trace = cls(about, _answers(arrays))
+        _ = trace.belief  # refuses what is damaged
+        return trace
 
 
 Made = TypeVar("Made")

@@ -16,8 +16,10 @@ from eesd_lite.head_file import (
     load_head,
     save_head,
     target_fingerprint,
+    write_acceptance,
 )
 from eesd_lite.head_list import HeadFacts, read_head_facts
+from eesd_lite.head_prior import NO_PRIOR, HeadPrior, Judged, belief_of
 from quant.errors import CheckpointError
 
 CONFIG = ModelConfig(
@@ -218,3 +220,48 @@ def test_a_bad_list_of_frequent_tokens_is_refused(tmp_path: Path, ids: torch.Ten
     with pytest.raises(HeadError, match=message) as caught:
         load_head(path, CONFIG)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+PRIOR = HeadPrior({0.8: belief_of([[Judged((0.6, 0.2), 0, 0.6), Judged((0.4, 0.3), 1, 0.4)] * 20])})
+
+
+def test_acceptance_is_written_into_a_head_and_its_tensors_keep_their_bytes(tmp_path: Path) -> None:
+    path = save(tmp_path / "exit-02.safetensors")
+    assert load_head(path, CONFIG).prior == NO_PRIOR
+    before = path.read_bytes()
+    for _ in range(2):  # the second replaces the first
+        write_acceptance(path, PRIOR)
+        found = load_head(path, CONFIG, fingerprint=PRINT)
+        assert found.prior == PRIOR and found.summary["tokens"] == 1000
+        assert all(torch.equal(found.tensors[name], tensor) for name, tensor in tensors().items())
+    data = sum(tensor.nbytes for tensor in tensors().values())
+    assert path.read_bytes()[-data:] == before[-data:] and (len(path.read_bytes()) - data) % 8 == 0
+    assert read_head_facts(path).exit_layer == 2
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_acceptance_counted_with_another_target_is_not_believed(tmp_path: Path) -> None:
+    path = save(tmp_path / "exit-02.safetensors")
+    write_acceptance(path, PRIOR)
+    assert load_head(path, CONFIG, fingerprint="b" * 64, force=True).prior == NO_PRIOR
+    assert load_head(path, CONFIG, fingerprint=PRINT, force=True).prior == PRIOR
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"edges": 3}', '{"temperatures": {}}', "null"])
+def test_damaged_acceptance_is_one_clear_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "exit-02.safetensors"
+    save(path)
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    save_file(tensors(), path, metadata={**metadata, "acceptance": text})
+    with pytest.raises(HeadError, match="damaged head metadata"):
+        load_head(path, CONFIG)
+
+
+def test_acceptance_goes_into_heads_only(tmp_path: Path) -> None:
+    for number, content in enumerate([b"", b"GGUF", b"\x02" + b"\0" * 7 + b"{}", b"\x02" + b"\0" * 7 + b"[]"]):
+        path = tmp_path / f"{number}.safetensors"
+        path.write_bytes(content)
+        with pytest.raises(HeadError, match="not a head file"):
+            write_acceptance(path, PRIOR)
+        assert path.read_bytes() == content

@@ -9,9 +9,11 @@ from functools import cache
 
 import pytest
 
+from eesd_lite.acceptance import GENERIC_TREE
 from eesd_lite.controller import LARGEST_TREE, LONGEST_CHAIN, any_controller, draft_limit_for, make_controller
-from eesd_lite.controllers_tree import Calibration, FixedTree, ThompsonTree, TreeController
+from eesd_lite.controllers_tree import FixedTree, ThompsonTree, TreeController
 from eesd_lite.errors import EesdError
+from eesd_lite.tree_beliefs import Calibration
 from eesd_lite.tree_costs import TreeCosts
 from tests.eesd_lite.fake_trees import Cost, FakeHead, Outcome, decode
 
@@ -93,8 +95,32 @@ def test_the_first_round_is_plain_and_no_round_drafts_without_room() -> None:
     assert controller.take([0.9, 0.8, 0.7, 0.6, 0.5, 0.4]) <= 4, "the size of trees grows by steps"
 
 
+@pytest.mark.parametrize(("dear", "joining"), [(1.0, 1), (0.0, 3)])
+def test_unlikely_siblings_do_not_take_the_free_places_of_a_likely_nodes_descendants(dear: float, joining: int) -> None:
+    costs = TreeCosts()
+    for number in range(120):
+        nodes = number % 12
+        costs.observe(nodes, nodes > 0, 1.0 + dear * max(0, nodes - 3), 2)
+    controller = ThompsonTree(costs=costs)
+    controller.begin(64)
+    assert controller.take([0.7, 0.1, 0.1]) == joining
+
+
+def test_one_unlikely_proposal_does_not_end_drafting() -> None:
+    """What a head proposes is judged by many nodes; at first by those that heads usually meet."""
+    costs = TreeCosts()
+    for number in range(60):
+        costs.observe(number % 2, number % 2, 1.0 + 0.1 * (number % 2), 2)
+    controller = ThompsonTree(costs=costs)
+    for _ in range(4):
+        controller.begin(64)
+        assert controller.asks(1.0, ())
+        assert controller.take([controller.chance(0.02)]) == 0
+        controller.learn([[(0.02, False)]], nodes=0, steps=0, accepted=0, seconds=1.0)
+
+
 def test_calibration_finds_out_what_confidence_is_worth() -> None:
-    rng, calibration = random.Random(1), Calibration()
+    rng, calibration = random.Random(1), Calibration(GENERIC_TREE)
     for _ in range(4000):
         stated = rng.uniform(-4, 4)
         truth = 1 / (1 + math.exp(-(-1.0 + 0.6 * stated)))
@@ -113,7 +139,7 @@ def test_calibration_finds_out_what_confidence_is_worth() -> None:
 
 
 def test_a_confidence_of_nought_or_one_is_no_accident() -> None:
-    calibration = Calibration()
+    calibration = Calibration(GENERIC_TREE)
     for _ in range(50):
         calibration.learn(0.0, True)
         calibration.learn(1.0, False)

@@ -114,6 +114,7 @@ def test_training_writes_one_loadable_head_per_exit_layer_and_a_report(
         head = load_head(out / head_name(exit_layer), tiny.config, fingerprint)
         assert head.exit_layer == exit_layer == report.exit_layer
         assert report.tau >= 1.0
+        assert set(head.prior.beliefs) == {0.0, 0.8}, "controllers begin with what the new head's confidence was worth"
         assert head.summary["trained"] is True and head.summary["tokens"] == report.tokens > 0
         assert head.summary["text_tokens"] == StateCache(states).meta.tokens
         counts = Counter(StateCache(states).tokens.tolist())
