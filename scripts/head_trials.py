@@ -36,6 +36,7 @@ MODEL, LAYERS, LENGTH, BATCH = "smollm2-135m", (5, 6, 10, 15, 20), 256, 128
 HELD_OUT = 0.06  # of the sequences
 RIDGE_TOKENS = 65_536
 CHUNK = 170  # positions whose logits over the whole vocabulary exist at a time
+TOKEN = 0  # among the fused inputs: the token's own embedding, which is what enters layer 0
 PREVIOUS = -1  # among the fused inputs: the target's final state one position earlier
 
 
@@ -74,6 +75,8 @@ TRIALS = {
     "batch-1024": Trial(batch=1024),
     "fuse-5": Trial(fuse=(5,)),
     "fuse-5-6": Trial(fuse=(5, 6)),
+    "fuse-0": Trial(fuse=(TOKEN,)),
+    "fuse-0-5": Trial(fuse=(TOKEN, 5)),
     "previous": Trial(fuse=(PREVIOUS,)),
     "two-layers": Trial(two=True),
     "exits-10-15": Trial(exits=(10, 15)),
@@ -136,10 +139,12 @@ class Data:
                 final = self.cache.final(first, last).float()
                 shifted = torch.cat((torch.zeros(1, final.shape[1]), final[:-1]))
                 scale = shifted.pow(2).mean(1, keepdim=True).add(1e-6).rsqrt()
-                found.append((shifted * scale).to(torch.bfloat16))
+                found.append(shifted * scale)
+            elif layer == TOKEN:  # the demo model's lm_head is its embedding
+                found.append(self.parts.lm_head[torch.from_numpy(self.cache.tokens[first:last].astype("int64"))])
             else:
                 found.append(self.cache.states(layer, first, last))
-        return torch.cat(found, dim=1)
+        return torch.cat([rows.to(torch.bfloat16) for rows in found], dim=1)
 
     def batch(self, exit_layer: int, fuse: tuple[int, ...], windows: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
         """(input of the head, the target's normalized states), windows end to end."""
@@ -305,18 +310,26 @@ def train(
 
 
 def run(folder: Path, names: list[str], seconds: float, points: int) -> None:
+    starts: dict[object, dict[str, Tensor]] = {}
     for name in names:
         kind, _, seed = name.partition("@")
         trial = replace(TRIALS[kind], seed=int(seed or 0))
         data = open_data(folder, trial.exits)
-        head = new_head(data, trial)
-        line: dict[str, object] = {"trial": name, "text": data.cache.meta.tokens}
-        for n in trial.exits:
-            print(json.dumps(line | {"exit": n, "steps": 0} | judge(head, data, n, trial)), flush=True)
+        start = (trial.exits[0], trial.fuse, trial.two)
+        if start in starts:
+            head = TrialHead(data.parts, trial.exits[0], trial)
+            head.load_state_dict(starts[start])
+        else:
+            head = new_head(data, trial)
+            starts[start] = {key: tensor.clone() for key, tensor in head.state_dict().items()}
+            report(head, data, trial, trial=name, steps=0)
         for steps, positions, used in train(head, data, trial, seconds=seconds, points=points):
-            line |= {"steps": steps, "positions": positions, "seconds": round(used, 1)}
-            for n in trial.exits:
-                print(json.dumps(line | {"exit": n} | judge(head, data, n, trial)), flush=True)
+            report(head, data, trial, trial=name, steps=steps, positions=positions, seconds=round(used, 1))
+
+
+def report(head: TrialHead, data: Data, kind: Trial, **line: object) -> None:
+    for n in kind.exits:
+        print(json.dumps(line | {"exit": n} | judge(head, data, n, kind)), flush=True)
 
 
 def write_states(folder: Path, tokens: int, seed: int) -> None:
