@@ -29,8 +29,10 @@ from eesd_lite.distill.settings import TrainSettings
 from eesd_lite.distill.state_cache import StateCache
 from eesd_lite.distill.teacher import DenseTarget, open_writer
 from eesd_lite.distill.train import batch_stream, windows_of
+from eesd_lite.head_file import load_head
 from eesd_lite.prepare import fetch
 from eesd_lite.progress import no_progress
+from models import find_recipe
 
 MODEL, LAYERS, LENGTH, BATCH = "smollm2-135m", (5, 6, 10, 15, 20), 256, 128
 HELD_OUT = 0.06  # of the sequences
@@ -47,43 +49,32 @@ class Trial:
     exits: tuple[int, ...] = (10,)  # more than one: the head serves them in turn, starting from the first one's layer
     loss: str = "kl"
     share: float = 0.1  # of the positions whose logits are compared
-    weight: float = 1.0
-    state_weight: float = 1.0
     fuse: tuple[int, ...] = ()  # states of these layers are added to the head's input and to the affine map's
     two: bool = False  # two decoder layers, N and N + 1
     answers: bool = False  # compare logits in answers only
+    onward: bool = False  # from the shipped head; what it lacks starts with zeros
     rate: float = 1e-3
-    batch: int = 2048
     seed: int = 0
 
 
 TRIALS = {
     "plain": Trial(),
-    "tv": Trial(loss="tv"),
     "log-tv": Trial(loss="log-tv"),
-    "kl+tv": Trial(loss="kl+tv"),
     "argmax": Trial(loss="argmax"),
     "kl+argmax": Trial(loss="kl+argmax"),
-    "sharp": Trial(loss="sharp"),
     "cover4": Trial(loss="cover4"),
     "share-0.25": Trial(share=0.25),
-    "share-0.5": Trial(share=0.5),
-    "kl-only": Trial(state_weight=0.0, share=0.25),
-    "weight-3": Trial(weight=3.0),
     "answers": Trial(answers=True),
-    "rate-2e-3": Trial(rate=2e-3),
-    "batch-1024": Trial(batch=1024),
     "fuse-5": Trial(fuse=(5,)),
-    "fuse-5-6": Trial(fuse=(5, 6)),
     "fuse-0": Trial(fuse=(TOKEN,)),
-    "fuse-0-5": Trial(fuse=(TOKEN, 5)),
     "previous": Trial(fuse=(PREVIOUS,)),
     "two-layers": Trial(two=True),
     "exits-10-15": Trial(exits=(10, 15)),
+    "onward": Trial(onward=True, rate=3e-4),
+    "onward-fuse-0": Trial(onward=True, rate=3e-4, fuse=(TOKEN,)),
+    "onward-fuse-5": Trial(onward=True, rate=3e-4, fuse=(5,)),
+    "onward-kl+argmax": Trial(onward=True, rate=3e-4, loss="kl+argmax"),
     "plain-15": Trial(exits=(15,)),
-    "plain-20": Trial(exits=(20,)),
-    "fuse-20": Trial(exits=(20,), fuse=(10, 15)),
-    "two-layers-20": Trial(exits=(20,), two=True),
 }
 
 
@@ -180,20 +171,15 @@ def loss_gradient(draft: Tensor, target_logits: Tensor, kind: str) -> Tensor:
     draft_probs, target_probs = draft.float().softmax(-1), target_logits.float().softmax(-1)
     if kind == "kl":
         return draft_probs - target_probs
-    if kind in ("tv", "log-tv", "kl+tv"):
+    if kind == "log-tv":  # minus the logarithm of the overlap, whose own derivative vanishes far from the target
         below = (draft_probs < target_probs).float()
         held = (below * draft_probs).sum(-1, keepdim=True)
-        raised = draft_probs * (held - below)  # -d overlap / d logits
-        if kind == "kl+tv":
-            return draft_probs - target_probs + raised
-        return raised if kind == "tv" else raised / torch.minimum(draft_probs, target_probs).sum(-1, keepdim=True)
+        return draft_probs * (held - below) / torch.minimum(draft_probs, target_probs).sum(-1, keepdim=True)
     best = target_logits.argmax(-1, keepdim=True)
     if kind == "argmax":
         return draft_probs.scatter_add(1, best, -torch.ones_like(best, dtype=torch.float32))
     if kind == "kl+argmax":
         return (2 * draft_probs - target_probs).scatter_add(1, best, -torch.ones_like(best, dtype=torch.float32)) / 2
-    if kind == "sharp":
-        return draft_probs - (2 * target_logits.float()).softmax(-1)
     assert kind == "cover4", kind
     # softplus(fourth best logit - logit of the target's choice) beside the KL
     fourth = draft.float().topk(4, dim=-1)
@@ -248,7 +234,15 @@ def new_head(data: Data, trial: Trial) -> TrialHead:
         head.norm.weight.copy_(parts.norm)
         if head.mix is not None:
             head.mix.weight.zero_()
-    closed_form(head, data, trial)
+    if trial.onward:
+        path = find_recipe(MODEL).head(exit_layer)
+        assert path is not None, exit_layer
+        shipped = load_head(path, ModelConfig.from_folder(fetch(MODEL)))
+        head.load_state_dict({name: tensor.float() for name, tensor in shipped.tensors.items()}, strict=False)
+        if head.skip is not None:
+            nn.init.zeros_(head.skip.weight)
+    else:
+        closed_form(head, data, trial)
     return head
 
 
@@ -277,10 +271,12 @@ def train(
     head: TrialHead, data: Data, trial: Trial, *, seconds: float, points: int = 0
 ) -> Iterator[tuple[int, int, float]]:
     """Train for so many seconds of CPU time; yields (steps, positions, seconds) `points` times and at the end."""
-    settings = TrainSettings(learning_rate=trial.rate, batch_tokens=trial.batch)
+    settings = TrainSettings(learning_rate=trial.rate)
     optimizer = HeadOptimizer(head, "adamw", weight_decay=settings.weight_decay)
     lm_head = data.parts.lm_head.to(torch.bfloat16)
-    stream = batch_stream(windows_of(data.cache, data.training, 512), batch_tokens=trial.batch, seed=trial.seed)
+    stream = batch_stream(
+        windows_of(data.cache, data.training, 512), batch_tokens=settings.batch_tokens, seed=trial.seed
+    )
     step, total, tokens, used, mark = 0, 0, 0, 0.0, 0.0
     while not total or step < total:
         begun = time.process_time()
@@ -288,13 +284,13 @@ def train(
         packing = Packing.of([n for _, n in windows])
         states, theirs = data.batch(trial.exits[step % len(trial.exits)], trial.fuse, windows)
         ours = head(states, packing.positions, packing.to_grid, packing.from_grid)
-        loss = trial.state_weight * F.smooth_l1_loss(ours, theirs)
+        loss = F.smooth_l1_loss(ours, theirs)
         generator = torch.Generator().manual_seed(trial.seed * 1_000_003 + step)
         wanted = torch.cat([data.answers[at : at + n] for at, n in windows]) if trial.answers else None
         allowed = torch.arange(len(ours)) if wanted is None else wanted.nonzero().squeeze(1)
         picked = allowed[torch.randperm(len(allowed), generator=generator)[: round(trial.share * len(ours))]]
         gradient = gradient_at(ours.detach()[picked], theirs[picked], lm_head, trial.loss)
-        loss = loss + trial.weight * (ours[picked] * gradient).sum() / len(picked)
+        loss = loss + (ours[picked] * gradient).sum() / len(picked)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(head.parameters(), settings.clip)
@@ -315,7 +311,7 @@ def run(folder: Path, names: list[str], seconds: float, points: int) -> None:
         kind, _, seed = name.partition("@")
         trial = replace(TRIALS[kind], seed=int(seed or 0))
         data = open_data(folder, trial.exits)
-        start = (trial.exits[0], trial.fuse, trial.two)
+        start = (trial.exits[0], trial.fuse, trial.two, trial.onward)
         if start in starts:
             head = TrialHead(data.parts, trial.exits[0], trial)
             head.load_state_dict(starts[start])
