@@ -51,7 +51,6 @@ class Trial:
     share: float = 0.1  # of the positions whose logits are compared
     fuse: tuple[int, ...] = ()  # states of these layers are added to the head's input and to the affine map's
     two: bool = False  # two decoder layers, N and N + 1
-    answers: bool = False  # compare logits in answers only
     onward: bool = False  # from the shipped head; what it lacks starts with zeros
     rate: float = 1e-3
     seed: int = 0
@@ -64,7 +63,6 @@ TRIALS = {
     "kl+argmax": Trial(loss="kl+argmax"),
     "cover4": Trial(loss="cover4"),
     "share-0.25": Trial(share=0.25),
-    "answers": Trial(answers=True),
     "fuse-5": Trial(fuse=(5,)),
     "fuse-0": Trial(fuse=(TOKEN,)),
     "previous": Trial(fuse=(PREVIOUS,)),
@@ -286,9 +284,7 @@ def train(
         ours = head(states, packing.positions, packing.to_grid, packing.from_grid)
         loss = F.smooth_l1_loss(ours, theirs)
         generator = torch.Generator().manual_seed(trial.seed * 1_000_003 + step)
-        wanted = torch.cat([data.answers[at : at + n] for at, n in windows]) if trial.answers else None
-        allowed = torch.arange(len(ours)) if wanted is None else wanted.nonzero().squeeze(1)
-        picked = allowed[torch.randperm(len(allowed), generator=generator)[: round(trial.share * len(ours))]]
+        picked = torch.randperm(len(ours), generator=generator)[: round(trial.share * len(ours))]
         gradient = gradient_at(ours.detach()[picked], theirs[picked], lm_head, trial.loss)
         loss = loss + (ours[picked] * gradient).sum() / len(picked)
         optimizer.zero_grad()
