@@ -69,7 +69,11 @@ _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_pena
 @click.argument("model")
 @click.option("--device-memory", type=Size(), help="Same memory for all: each contender plans for itself.")
 @click.option("--resident-layers", type=click.IntRange(min=0), help="Same split for all: so many layers in memory.")
-@click.option("--exit-layer", type=ExitLayer(), help="Draft at this layer; auto: measure all.  [default: the model's]")
+@click.option(
+    "--exit-layer",
+    type=ExitLayer(),
+    help="Draft at this layer, or at 10,20 by turns; auto: measure all.  [default: the model's]",
+)
 @click.option("--head", help='Exit head: a file, a folder, "instant" or "random".  [default: the model\'s own]')
 @weights_option
 @quantize_option

@@ -151,7 +151,7 @@ def make_command(open_engine: OpenEngine = open_engine) -> click.Command:
     )
     @click.option("--plan-file", metavar="FILE", help="Repeat the placement in this file, or write it there.")
     @click.option("--resident-layers", type=click.IntRange(min=0), metavar="N", help="Keep N layers in memory.")
-    @click.option("--exit-layer", type=ExitLayer(), metavar="N|auto", help="Draft with the layers before N.")
+    @click.option("--exit-layer", type=ExitLayer(), metavar="N|N,M|auto", help="Draft with the layers before N.")
     @click.option(
         "--controller",
         default="calibrated",

@@ -38,7 +38,7 @@ class ChatSettings:
     host_mode: str = "auto"
     plan_file: str | None = None
     resident_layers: int | None = None
-    exit_layer: int | str | None = None
+    exit_layer: int | str | tuple[int, ...] | None = None
     controller: str = "calibrated"
     head: str | None = None
     drafter: str = "head"

@@ -51,19 +51,24 @@ class Rate(Size):
 
 
 class ExitLayer(click.ParamType):
-    """A number of layers, or `auto`."""
+    """A number of layers, several, or `auto`."""
 
     name = "layer"
 
     def __init__(self, least: int = 1) -> None:
         self.least = least
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        text = str(value).strip().lower()
-        if text == AUTO:
-            return AUTO
-        if not (text.isascii() and text.isdigit() and len(text) < 6) or int(text) < self.least:
-            self.fail(f"{value!r} is neither auto nor a number of layers from {self.least} on", param, ctx)
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        text = value.strip().lower()
+        if "," in text:
+            return tuple(self._number(part.strip(), max(self.least, 1), param, ctx) for part in text.split(","))
+        return AUTO if text == AUTO else self._number(text, self.least, param, ctx)
+
+    def _number(self, text: str, least: int, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if not (text.isascii() and text.isdigit() and len(text) < 6) or int(text) < least:
+            self.fail(f"{text!r} is neither auto nor a number of layers from {least} on", param, ctx)
         return int(text)
 
 

@@ -156,6 +156,8 @@ def lines(planned: PlannedModel, tau: float) -> list[str]:
 
     plan, cost = planned.plan, planned.cost
     drafts = f"drafts at exit layer {plan.exit_layer}" if plan.exit_layer else "plain decoding"
+    if plan.other_exits:
+        drafts += f", or {', '.join(map(str, plan.other_exits))}"
     out = [f"{planned.name}: {len(plan.tiers)} layers, context {plan.context}, {drafts}", *plan_lines(plan)]
     out += [f"  free on the device: {_free(planned.request.device_memory, plan.total_bytes)}"]
     carried = [

@@ -225,6 +225,8 @@ def header(settings: ChatSettings, engine: ChatEngine) -> str:
         where[-1] += f" ({format_size(plan.sweep_bytes)} a sweep)"
     allowed = f" of {format_size(settings.device_memory)}" if settings.device_memory is not None else ""
     sources = [f"exit head after layer {plan.exit_layer}"] if plan.exit_layer else []
+    if plan.exit_layer and plan.other_exits:
+        sources = [f"exit heads after layers {', '.join(map(str, (*plan.other_exits, plan.exit_layer)))}"]
     sources += ["repeated text"] if settings.drafter != "head" else []
     drafts = "plain decoding, nothing drafts"
     if sources and settings.controller != "off":

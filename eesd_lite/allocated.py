@@ -20,7 +20,7 @@ PASSING = ("scratch", "reserve")  # items of a plan that no allocation lasts for
 
 def allocated_bytes(engine: Engine) -> dict[str, dict[str, int]]:
     """{"device": {item: bytes}, "host": {item: bytes}}; "host" is empty where no layer lives in host memory."""
-    target, head = engine.target, engine.head
+    target, heads = engine.target, engine.heads
     bank, streamer = target.bank, target.bank.streamer
     roots: list[tuple[str, str, Any]] = [
         ("device", "embedding", target.embedding),
@@ -29,14 +29,14 @@ def allocated_bytes(engine: Engine) -> dict[str, dict[str, int]]:
         ("device", "rope tables", target.reaches),
         ("host", "KV cache", target.kv.host_data),
         ("device", "KV cache", target.kv),
-        ("device", "exit head KV cache", getattr(head, "kv", None)),
-        ("device", "exit head states", getattr(head, "waiting", None)),
+        ("device", "exit head KV cache", [head.kv for head in heads]),
+        ("device", "exit head states", [head.waiting for head in heads]),
         ("device", "resident layers", bank.resident),
         ("host", "layers to compute", bank.computed_on_host),
         ("host", "layers to stream", getattr(streamer, "host", None)),
         ("device", "stream ring", getattr(streamer, "_slots", None)),
-        ("device", "draft vocabulary", getattr(head, "vocabulary", None)),
-        ("device", "exit head", head),
+        ("device", "draft vocabulary", [head.vocabulary for head in heads]),
+        ("device", "exit head", heads),
     ]
     seen: set[tuple[str, int]] = set()
     found: dict[str, dict[str, int]] = {"device": {}, "host": {}}

@@ -8,9 +8,13 @@ controllers_thompson.py; docs/controller.md explains them. Plain Python.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from eesd_lite.acceptance import GENERIC, GENERIC_BELIEF, GENERIC_TREE, AcceptancePrior, Belief, TreePrior
+from eesd_lite.controllers_exits import exits_controller
 from eesd_lite.controllers_thompson import ThompsonController
 from eesd_lite.controllers_tree import FixedTree, ThompsonTree, TreeController
 from eesd_lite.costs import RoundCosts
@@ -112,6 +116,24 @@ class ThresholdController:
 def draft_limit_for(*specs: str) -> int:
     """The most tokens that rounds of these controllers may draft: the slots beyond the context to plan for."""
     return max(LARGEST_TREE if isinstance(any_controller(spec), TreeController) else LONGEST_CHAIN for spec in specs)
+
+
+@dataclass
+class PlanCosts:
+    """What rounds of a plan cost, as far as they were seen: every conversation adds to it."""
+
+    chains: RoundCosts = field(default_factory=RoundCosts)
+    trees: TreeCosts = field(default_factory=TreeCosts)
+    by_exit: defaultdict[int, RoundCosts] = field(default_factory=lambda: defaultdict(RoundCosts))
+
+
+def plan_controller(spec: str, costs: PlanCosts, exits: Mapping[int, Belief]) -> Controller | TreeController:
+    """The controller that a user names, for a plan with heads at `exits`, ascending, and what is believed of each."""
+    several = exits_controller(spec, {at: belief.chain for at, belief in exits.items()}, costs=costs.by_exit)
+    if several is not None:
+        return several
+    deepest = exits[max(exits)] if exits else GENERIC_BELIEF
+    return any_controller(spec, costs=costs.chains, tree_costs=costs.trees, belief=deepest)
 
 
 def any_controller(

@@ -47,8 +47,13 @@ class ThompsonController:
         rng_seed: int = 0,
         costs: RoundCosts | None = None,
         prior: AcceptancePrior = GENERIC,
+        explores: float = 1.0,
     ) -> None:
-        """`costs`: what rounds of this plan cost, as far as it is known from earlier conversations."""
+        """`costs`: what rounds of this plan cost, as far as it is known from earlier conversations.
+
+        `explores`: the share of what exploration may cost, where several exits share it.
+        """
+        self._explores = explores
         self.name = name
         self.costs = costs if costs is not None else RoundCosts()
         self.costs.begin_conversation()
@@ -174,15 +179,19 @@ class ThompsonController:
         silent = drafted == 0 and self._wanted  # nobody had anything to propose: that was not our decision
         self._exploring = self._exploring and not silent
         if drafted == 0 and self._limit > 0 and not silent:
-            self._kept = [_KEEP_OFF * count for count in self._kept]
-            self._lost = [_KEEP_OFF * count for count in self._lost]
+            self._fade()
         self._keep_account(drafted, accepted, grant)
         self._path = []
+
+    def _fade(self) -> None:
+        """What was believed when drafting stopped is held less firmly."""
+        self._kept = [_KEEP_OFF * count for count in self._kept]
+        self._lost = [_KEEP_OFF * count for count in self._lost]
 
     def _keep_account(self, drafted: int, accepted: int, grant: float) -> None:
         """Time adds to what exploration may cost; a round of it takes what it cost more than its tokens were worth."""
         curve = self.costs.curve(max(drafted, 1))
-        self._account += grant * curve[0] + _EXPLORE_SHARE * curve[drafted]
+        self._account += self._explores * (grant * curve[0] + _EXPLORE_SHARE * curve[drafted])
         self._waiting -= 1
         if self._exploring:
             self._waiting = 0 if accepted else _EXPLORE_EVERY

@@ -61,6 +61,14 @@ class RoundCosts:
         self._seconds = _RATE_KEEP * self._seconds + min(seconds, _OUTLIER * self._medians[k])
         self._curve = []
 
+    def elsewhere(self, seconds: float, emitted: int) -> None:
+        """A round that drafted in another way: it tells how fast decoding is, and what was seen here grows older."""
+        self._round += 1
+        self._tokens = _RATE_KEEP * self._tokens + emitted
+        self._seconds = _RATE_KEEP * self._seconds + max(seconds, 1e-9)
+        self._curve = []
+        self._drop_old()
+
     def begin_conversation(self) -> None:
         """What a round takes belongs to the plan and stays; how fast decoding is depends on the text, too."""
         self._tokens = self._seconds = 0.0

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from eesd_lite.drafter_names import NGRAM
 from eesd_lite.exit_head import ExitHead
 from eesd_lite.ngram_tree import NgramTreeDrafter
 from eesd_lite.sampling import Sampler
-from eesd_lite.speculative import Drafter, HeadDrafter
+from eesd_lite.several_heads import SeveralHeadsDrafter
+from eesd_lite.speculative import Drafter, HeadDrafter, TreeDrafter
 from eesd_lite.target import Target
 
 DrafterFactory = Callable[[Target, Sampler], Drafter]
 
 
-def drafter_factory(name: str, head: ExitHead | None) -> DrafterFactory | None:
+def drafter_factory(name: str, heads: Sequence[ExitHead]) -> DrafterFactory | None:
     """Makes a generation's drafter; None where nobody can draft. `both` without a head is `ngram`."""
-    if name == NGRAM or (name == "both" and head is None):
+    if name == NGRAM or (name == "both" and not heads):
         return lambda target, sampler: NgramTreeDrafter()
-    if head is None:
+    if not heads:
         return None
+
+    def from_heads(target: Target, sampler: Sampler) -> TreeDrafter:
+        if len(heads) > 1:
+            return SeveralHeadsDrafter(heads, target, sampler)
+        return HeadDrafter(heads[0], target, sampler)
+
     if name == "both":
-        return lambda target, sampler: NgramTreeDrafter(HeadDrafter(head, target, sampler))
-    return lambda target, sampler: HeadDrafter(head, target, sampler)
+        return lambda target, sampler: NgramTreeDrafter(from_heads(target, sampler))
+    return from_heads

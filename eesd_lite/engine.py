@@ -17,17 +17,14 @@ from torch import Tensor
 
 from eesd_lite.cache import Rows
 from eesd_lite.config import ModelConfig
-from eesd_lite.controller import Controller, LearnsDraftTime, any_controller
+from eesd_lite.controller import Controller, LearnsDraftTime, PlanCosts, plan_controller
 from eesd_lite.controllers_tree import TreeController
-from eesd_lite.costs import RoundCosts
 from eesd_lite.diagnose import first_break
-from eesd_lite.draft_tree import Draft
 from eesd_lite.drafters import drafter_factory
 from eesd_lite.emitter import Emitter, TokenEvent
 from eesd_lite.errors import EesdError, ModelError, NotFiniteError
-from eesd_lite.exit_choice import ExitTable
+from eesd_lite.exit_choice import ExitTable, ExitWish
 from eesd_lite.exit_head import ExitHead
-from eesd_lite.head_prior import NO_PRIOR
 from eesd_lite.opening import EngineOptions, open_parts
 from eesd_lite.params import SamplingParams
 from eesd_lite.placement import Plan
@@ -35,13 +32,13 @@ from eesd_lite.prefix_file import read_prefix, write_prefix
 from eesd_lite.progress import Progress, no_progress
 from eesd_lite.prompt import prompt_ids
 from eesd_lite.sampling import Sampler
-from eesd_lite.speculative import Drafter, Round, accept, crop, draft, keep_prefix, verify
+from eesd_lite.several_heads import SeveralHeads
+from eesd_lite.speculative import Drafter, Round, accept, crop, keep_prefix, verify
 from eesd_lite.stats import Stats
 from eesd_lite.streamer import Reader
 from eesd_lite.target import Target
 from eesd_lite.text import TextCodec
-from eesd_lite.tree_costs import TreeCosts
-from eesd_lite.tree_growth import grow, tell
+from eesd_lite.tree_growth import draft_any, tell
 
 
 class Engine:
@@ -53,7 +50,7 @@ class Engine:
         text: TextCodec,
         plan: Plan,
         *,
-        head: ExitHead | None,
+        heads: Sequence[ExitHead],
         controller: str,
         draft_limit: int,
         name: str,
@@ -62,20 +59,22 @@ class Engine:
         identity: str = "",
         exits: ExitTable | None = None,
     ) -> None:
-        self.target, self.text, self.plan, self.head = target, text, plan, head
+        self.target, self.text, self.plan, self.heads = target, text, plan, tuple(heads)
+        self.head = heads[-1] if heads else None  # the deepest
+        self._several = SeveralHeads(target, heads)
         self.config: ModelConfig = target.config
         self.name = name
         self.notices = tuple(notices)
         self.identity, self.exits = identity, exits
         self.stats = Stats()
         self.draft_limit = draft_limit
-        self.drafter_factory = drafter_factory(drafter, head)
+        self.drafter_factory = drafter_factory(drafter, self.heads)
         self.clock = time.perf_counter
         self._cached: list[int] = []  # tokens whose keys and values every cache holds
         self.last_round: Round | None = None
         self._closed = False
         self._open: weakref.ref[Generator[TokenEvent, None, None]] | None = None
-        self._costs, self._tree_costs = RoundCosts(), TreeCosts()  # of the plan: every conversation adds to them
+        self._costs = PlanCosts()
         self._last_prompt: list[int] | None = None  # of the conversation that the controller knows
         self._temperature = 0.0  # of that conversation's beginning: what is believed of the head depends on it
         self.set_controller(controller)
@@ -88,7 +87,7 @@ class Engine:
         device: str = "cpu",
         device_memory: str | int | None = None,
         resident_layers: int | None = None,
-        exit_layer: int | str | None = None,
+        exit_layer: ExitWish = None,
         head: str | Path | None = None,
         force_head: bool = False,
         controller: str = "calibrated",
@@ -113,7 +112,8 @@ class Engine:
 
         `device_memory` (such as "8GiB") bounds everything the engine allocates; `resident_layers` fixes the split by
         hand. `head` is a file, a folder of them, "off", "instant" or "random"; None: what belongs to the model.
-        `exit_layer` "auto" drafts where most is to be expected, by the heads' agreement and a short measurement.
+        `exit_layer` "auto" drafts where most is to be expected, by the heads' agreement and a short measurement; of
+        several layers, such as (10, 20), all heads are resident and every round drafts where it promises most.
         `drafter` "ngram" proposes what followed the same tokens earlier and needs no head; "both" takes what is
         believed more. `host_memory` holds layers that do not fit the device: `host_mode` streams them, computes them on
         the CPU, or ("auto") does what a short measurement says. `plan_file` repeats a saved placement, or saves it.
@@ -136,7 +136,7 @@ class Engine:
             progress,
         )  # fmt: skip
         return cls(
-            opened.target, opened.text, opened.plan, head=opened.head, controller=controller,
+            opened.target, opened.text, opened.plan, heads=opened.heads, controller=controller,
             draft_limit=opened.draft_limit, name=opened.name, drafter=drafter, notices=opened.notices,
             identity=opened.identity, exits=opened.exits,
         )  # fmt: skip
@@ -149,9 +149,9 @@ class Engine:
         self.reset()
 
     def _fresh_controller(self) -> Controller | TreeController:
-        """Knows the plan's costs and, where the head's file says it, how often the head was right."""
-        belief = (NO_PRIOR if self.head is None else self.head.prior).at(self._temperature)
-        return any_controller(self.controller_spec, costs=self._costs, tree_costs=self._tree_costs, belief=belief)
+        """Knows the plan's costs and, where a head's file says it, how often that head was right."""
+        beliefs = {head.exit_layer: head.prior.at(self._temperature) for head in self.heads}
+        return plan_controller(self.controller_spec, self._costs, beliefs)
 
     @property
     def controller(self) -> Controller | TreeController:
@@ -172,8 +172,8 @@ class Engine:
     def _forget_tokens(self, count: int) -> None:
         """The caches hold the first `count` tokens and no others."""
         self._cached = self._cached[:count]
-        if self.head is not None:
-            self.head.forget_from(count)
+        for head in self.heads:
+            head.forget_from(count)
 
     def _forget_conversation(self) -> None:
         if self._last_prompt is not None and not self._keeps_learning:
@@ -278,6 +278,7 @@ class Engine:
             stats.cut += done.accepted + done.rounds - max(emitted - 1, 0)
             self._forget_tokens(len(ids) + emitted)
             self.target.bank.abandon()
+            self._several.end()
 
     def _drafter(self, sampler: Sampler) -> Drafter | None:
         if self.drafter_factory is None or self.controller_spec == "off":
@@ -306,6 +307,8 @@ class Engine:
         self._forget_tokens(shared)
         rows = Rows.chain(shared, len(ids) - shared, target.device)
         before = target.bank.streamed_bytes
+        if drafter is not None:
+            self._several.begin_prompt()
         hidden = target.lower(target.embed(ids[shared:]), rows, progress)
         if drafter is not None:
             keep_prefix(drafter, hidden, rows)
@@ -331,7 +334,13 @@ class Engine:
         started = self.clock()
         target, stats, bank = self.target, self.stats, self.target.bank
         start_bytes, start_read = bank.streamed_bytes, bank.read_seconds
-        drafted = self._draft(visible, drafter, depth)
+        limit = self.draft_limit if isinstance(self.controller, TreeController) else min(self.draft_limit, depth)
+        if drafter is not None:
+            self._several.begin_round(self.controller, limit)
+        drafted = draft_any(
+            target, drafter, self.controller, visible=visible, limit=limit, depth=depth,
+            stop_ids=self.text.eos_token_ids,
+        )  # fmt: skip
         draft_bytes, draft_seconds, waited = bank.streamed_bytes, self.clock() - started, bank.waited_seconds
         if isinstance(self.controller, LearnsDraftTime):
             self.controller.draft_took(draft_seconds)
@@ -339,11 +348,13 @@ class Engine:
         verified = self.clock() - started
         accepted = accept(drafted.tree, logits, self._choose(sampler), visible)
         crop(target, drafter, drafted, accepted)
+        self._several.keep(drafted, accepted)
         self._cached = [*visible, *accepted.tokens[:-1]]
         seconds = self.clock() - started
         tell(self.controller, drafted, accepted, seconds)
         self.last_round = Round(
-            drafted, accepted, tuple(visible), draft_seconds, verified - draft_seconds, seconds - verified
+            drafted, accepted, tuple(visible), draft_seconds, verified - draft_seconds, seconds - verified,
+            target.exit_layer,
         )  # fmt: skip
         stats.count_round(drafted=len(drafted.tree) - 1, accepted=len(accepted.nodes), depth=drafted.tree.depth)
         stats.draft_forwards += len(drafted.proposed_from)
@@ -356,14 +367,3 @@ class Engine:
         stats.wait_seconds += bank.waited_seconds - waited
         stats.read_seconds += bank.read_seconds - start_read
         return list(accepted.tokens), drafted.tree.line_below(accepted.nodes[-1] if accepted.nodes else 0)
-
-    def _draft(self, visible: list[int], drafter: Drafter | None, depth: int) -> Draft:
-        """A chain or a tree, as the controller has it."""
-        target, limit, stop_ids = self.target, self.draft_limit, self.text.eos_token_ids
-        if isinstance(self.controller, TreeController):
-            return grow(
-                target, drafter, self.controller, visible=visible, limit=limit, depth=depth, stop_ids=stop_ids
-            )  # fmt: skip
-        return draft(
-            target, drafter, self.controller, visible=visible, limit=min(limit, depth), stop_ids=stop_ids
-        )  # fmt: skip

@@ -25,14 +25,32 @@ CUDA_RATE = 400 * 10**9  # bytes a second from a card's memory, where nobody sta
 CPU_ROW, CUDA_ROW = 0.3, 0.0  # one more row of a pass, as a share of one row: docs/tau.md, "Which exit"
 
 
-def check_exit(exit_layer: int | str | None, head: str | Path | None) -> None:
-    """EesdError for an exit layer that is neither a number nor `auto`, or for `auto` where there is no choice."""
+ExitWish = int | str | Sequence[int] | None  # a layer, `auto`, several layers, or what is usual
+
+
+def check_exit(exit_layer: ExitWish, head: str | Path | None) -> None:
+    """EesdError for an exit layer that is neither numbers nor `auto`, or for `auto` where there is no choice."""
+    if exit_layer is not None and not isinstance(exit_layer, (int, str)):
+        split_exits(exit_layer)
     if isinstance(exit_layer, str) and exit_layer != AUTO:
         raise EesdError(f"exit_layer must be a number of layers or '{AUTO}', not '{exit_layer}'")
     if exit_layer == AUTO and head in ("instant", "random"):
         raise EesdError(
             f"exit layer {AUTO} chooses among heads that say how often they are right; name one with --head {head}"
         )
+
+
+def split_exits(exit_layer: ExitWish) -> tuple[int | str | None, tuple[int, ...]]:
+    """The deepest exit, or what was said instead, and the others ascending; EesdError for one that is named twice."""
+    if exit_layer is None or isinstance(exit_layer, (int, str)):
+        return exit_layer, ()
+    exits = sorted(exit_layer)
+    twice = [one for one, other in zip(exits, exits[1:], strict=False) if one == other]
+    if twice:
+        raise EesdError(f"exit layer {twice[0]} is named twice; name every exit once")
+    if not exits:
+        raise EesdError("no exit layer is named; name one or several, such as 10 and 20")
+    return exits[-1], tuple(exits[:-1])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,6 +63,7 @@ class LoadOptions:
     host_mode: str = "auto"  # how layers in host memory are used: stream, compute, or what a short measurement says
     tiers: tuple[str, ...] | None = None  # of a saved plan
     draft: DraftWeights = DraftWeights()
+    other_exits: tuple[int, ...] = ()  # of further resident heads
 
 
 def choose_kernels(
@@ -145,6 +146,7 @@ def request_for(
         host_mode=options.host_mode if options.host_mode != "auto" or rates is not None else "compute",
         staging=torch.device(options.device).type != "cpu",
         tiers=options.tiers,
+        other_exits=options.other_exits,
     )
     if rates is not None:
         request = replace(request, link_rate=rates.link, host_rate=rates.host)
@@ -216,6 +218,7 @@ def load_target(
         lm_head=lm_head,
         exit_layer=plan.exit_layer or 0,
         device=device,
+        exits=(*plan.other_exits, plan.exit_layer) if plan.exit_layer is not None else (),
     )  # fmt: skip
 
 
@@ -244,7 +247,7 @@ def load_head(
 ) -> ExitHead:
     """Bind a head to a loaded target, with its weights in so many bits; HeadError where the plan drafts at another
     layer."""
-    if head.exit_layer != target.exit_layer:
+    if head.exit_layer not in (target.exit_layer, *target.exits):
         raise HeadError(f"the head is for exit layer {head.exit_layer}, the plan drafts at {target.exit_layer}")
     config = target.config
     kv = KVCache(

@@ -18,7 +18,7 @@ from eesd_lite.draft_vocabulary import DraftVocabulary, most_frequent
 from eesd_lite.draft_weights import DraftWeights
 from eesd_lite.drafter_names import check_drafter
 from eesd_lite.errors import EesdError
-from eesd_lite.exit_choice import ExitTable, check_exit
+from eesd_lite.exit_choice import ExitTable, ExitWish, check_exit, split_exits
 from eesd_lite.exit_head import ExitHead
 from eesd_lite.exit_opening import settle
 from eesd_lite.head_choice import choose_head, ids_by_frequency
@@ -56,7 +56,7 @@ class EngineOptions:
     device: str
     device_memory: str | int | None
     resident_layers: int | None
-    exit_layer: int | str | None
+    exit_layer: ExitWish
     head: str | Path | None
     force_head: bool
     controller: str
@@ -113,7 +113,7 @@ class Opened:
     target: Target
     text: TextCodec
     plan: Plan
-    head: ExitHead | None
+    heads: tuple[ExitHead, ...]  # ascending by exit layer
     draft_limit: int
     name: str
     notices: tuple[str, ...]
@@ -140,18 +140,23 @@ def open_parts(model: str | Path, asked: EngineOptions, reader: Reader | None, p
     saved = None if asked.plan_file is None else Path(asked.plan_file)
     if saved is not None and saved.exists():
         options = replace(options, tiers=read_tiers(saved, layers=config.num_hidden_layers, kernels=kernels.key))
+    deepest, others = split_exits(asked.exit_layer)
     settled, wish = settle(
-        source, checkpoint, config, store, options, ops, kernels, exit_layer=asked.exit_layer, head=wish, saved=saved,
+        source, checkpoint, config, store, options, ops, kernels, exit_layer=deepest, head=wish, saved=saved,
         progress=progress,
     )  # fmt: skip
-    chosen = choose_head(source, config, wish, settled.exit_layer, force=asked.force_head, progress=progress)
+    chosen, *more = (
+        choose_head(source, config, wish, layer, force=asked.force_head, progress=progress)
+        for layer in (settled.exit_layer, *others)
+    )
+    options = replace(options, other_exits=others if chosen.head is not None else ())
     rates = rates_for(checkpoint, config, store, options, progress)
     plan = plan_for(checkpoint, config, store, options, chosen.exit_layer, rates)
     if saved is not None and options.tiers is None:
         write_plan(saved, plan, kernels.key, settled.table)
     target = load_target(checkpoint, config, store, plan, options, ops, kernels, reader, progress)
     try:
-        head, told = None, tuple[str, ...]()
+        heads, told = list[ExitHead](), tuple[str, ...]()
         if plan.exit_layer is not None and chosen.head is not None:
             progress("preparing the exit head", 0, 0)
             ids, vocabulary = None, None
@@ -160,10 +165,11 @@ def open_parts(model: str | Path, asked: EngineOptions, reader: Reader | None, p
                 ids = most_frequent(asked.draft_vocab, order=order, always=text.eos_token_ids, vocabulary=known)
             if asked.draft_vocab is not None:
                 vocabulary = DraftVocabulary.of(target.lm_head, ids, bits=asked.head_bits, kernels=kernels)
-            head = load_head(target, chosen.head, kernels, vocabulary, asked.head_bits)
+            tensors = [one.head for one in (*more, chosen) if one.head is not None]
+            heads = [load_head(target, one, kernels, vocabulary, asked.head_bits) for one in tensors]
             told = rounding_notices(kernels, asked.head_bits)
         return Opened(
-            target=target, text=text, plan=plan, head=head, draft_limit=draft_limit, name=source.name,
+            target=target, text=text, plan=plan, heads=tuple(heads), draft_limit=draft_limit, name=source.name,
             notices=(*notes, *settled.notes, *chosen.notices, *plan.notes, *told),
             identity=identity(checkpoint, kernels, store, options, ops), exits=settled.table,
         )  # fmt: skip

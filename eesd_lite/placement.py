@@ -65,8 +65,11 @@ def _check(request: PlanRequest) -> None:
     ]
     assert layers > 0 and request.context > 0 and request.ring_slots > 0 and min(sizes) >= 0, request
     assert request.host_mode in HOST_MODES and min(request.link_rate, request.host_rate) > 0, request
-    if request.exit_layer is not None and not 0 < request.exit_layer <= layers:
-        raise ModelError(f"exit layer {request.exit_layer}: this model has {layers} layers")
+    exits = () if request.exit_layer is None else (*request.other_exits, request.exit_layer)
+    assert list(exits) == sorted(set(exits)), exits
+    for exit_layer in exits:
+        if not 0 < exit_layer <= layers:
+            raise ModelError(f"exit layer {exit_layer}: this model has {layers} layers")
     if request.resident_layers is None:
         return
     if not 0 <= request.resident_layers <= layers:
@@ -91,10 +94,13 @@ def _speculation_off(request: PlanRequest, exit_layer: int) -> str:
     """Why drafting was given up, in bytes, and the nearest ways to have it."""
     device, host = _missing(request, exit_layer)
     ways = []
+    alone = replace(request, other_exits=())
+    if request.other_exits and best_plan(alone, exit_layer) is not None:
+        ways.append(f"exit layer {exit_layer} alone")
     if (context := _context_that_fits(request, exit_layer)) > 0:
         ways.append(f"a context of {context}")
     if request.resident_layers is None:
-        shallower = _largest(exit_layer - 1, lambda n: best_plan(request, n) is not None)
+        shallower = _largest(exit_layer - 1, lambda n: best_plan(alone, n) is not None)
         if shallower:
             ways.append(f"exit layer {shallower} or below")
     hint = f"; {' or '.join(ways)} would fit" if ways else ""

@@ -12,7 +12,7 @@ from pathlib import Path
 from eesd_lite.config import ModelConfig, RopeScaling
 from eesd_lite.draft_weights import DraftWeights
 from eesd_lite.errors import EesdError
-from eesd_lite.exit_choice import AUTO, ExitTable, settle_exit
+from eesd_lite.exit_choice import AUTO, ExitTable, ExitWish, settle_exit, split_exits
 from eesd_lite.head_list import ON_ANSWERS, expected_shares, heads_at_hand, usual_exit
 from eesd_lite.packed_beside import packed_beside
 from eesd_lite.placement import Plan, PlanRequest, make_plan
@@ -46,7 +46,7 @@ class PlanWishes:
     reserve: int = 0
     host_reserve: int = 0
     context: int | None = None
-    exit_layer: int | str | None = None  # None: the model's, or a third of the depth; 0: plain decoding; or "auto"
+    exit_layer: ExitWish = None  # None: the model's, or a third of the depth; 0: plain decoding; "auto", or several
     head: str | None = None  # a head file, or a folder of them, instead of those that belong to the model
     agreements: tuple[tuple[int, float], ...] = ()  # (exit layer, agreement) of heads that are only supposed
     resident_layers: int | None = None
@@ -151,7 +151,8 @@ def _planned(
     wishes.draft.check(config.vocab_size)
     notes: list[str] = []
     third = max(1, config.num_hidden_layers // 3)
-    asked = wishes.exit_layer if isinstance(wishes.exit_layer, int) else default
+    deepest, others = split_exits(wishes.exit_layer)
+    asked = deepest if isinstance(deepest, int) else default
     exit_layer = third if asked is None else asked
     request = replace(
         plan_request(
@@ -161,7 +162,7 @@ def _planned(
             draft=wishes.draft, kernel=_storage(wishes)[0],
         ),
         host_memory=wishes.host_memory, reserve_bytes=wishes.reserve, host_reserve_bytes=wishes.host_reserve,
-        host_mode=wishes.host_mode,
+        host_mode=wishes.host_mode, other_exits=others,
         staging=wishes.device != "cpu", link_rate=wishes.rates.link or 1, host_rate=wishes.rates.host,
     )  # fmt: skip
     capable = draft_capable(request) if exit_layer else range(0)
@@ -178,8 +179,8 @@ def _planned(
             request = replace(request, exit_layer=exit_layer)
         words = "a third of the depth, or the deepest that fits"
         notes.append(f"exit layer {exit_layer} is assumed, {words}; --exit-layer chooses another")
-    if exit_layer and exit_layer not in heads:
-        notes.append(f"there is no exit head for layer {exit_layer} yet: the plan keeps room for one")
+    missing = [layer for layer in (*others, exit_layer) if layer and layer not in heads]
+    notes += [f"there is no exit head for layer {layer} yet: the plan keeps room for one" for layer in missing]
     plan = make_plan(request)
     return PlannedModel(
         name=name,

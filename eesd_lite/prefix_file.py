@@ -23,6 +23,7 @@ from eesd_lite.tiers import HOST_COMPUTE
 
 if TYPE_CHECKING:
     from eesd_lite.engine import Engine
+    from eesd_lite.exit_head import ExitHead
 
 FORMAT = "eesd-prefix-1"
 _LONGEST_HEADER = 1 << 25  # bytes; a million ids take less
@@ -31,9 +32,9 @@ _LONGEST_HEADER = 1 << 25  # bytes; a million ids take less
 def write_prefix(engine: Engine, path: Path) -> None:
     """Write what the engine's caches hold, whole or not at all. PrepareError when the disk is full."""
     caches, ids = _caches(engine), engine.cached_ids
-    if len(caches) > 1 and engine.head is not None:
-        engine.head.forget_from(len(ids))
-        engine.head.fill()
+    for head in _heads(engine):
+        head.forget_from(len(ids))
+        head.fill()
     size = sum(cache.bytes_per_token * cache.num_layers for cache in caches) * len(ids)
     require_free(path.parent, size, "the saved cache")
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -75,19 +76,24 @@ def read_prefix(engine: Engine, path: Path) -> list[int]:
         return []
 
 
+def _heads(engine: Engine) -> tuple[ExitHead, ...]:
+    """Those whose caches are kept."""
+    return engine.heads if engine.controller_spec != "off" else ()
+
+
 def _caches(engine: Engine) -> list[KVCache]:
-    """The layers' cache, and the exit head's where it is kept."""
-    drafting = engine.head is not None and engine.controller_spec != "off"
-    return [engine.target.kv, *([engine.head.kv] if engine.head is not None and drafting else [])]
+    """The layers' cache, and those of exit heads."""
+    return [engine.target.kv, *(head.kv for head in _heads(engine))]
 
 
 def _fingerprint(engine: Engine) -> str:
     """Everything that the bits of cache entries depend on."""
     plan, scaling = engine.plan, engine.config.rope_scaling
     stretched = plan.context if scaling is not None and scaling.rope_type == "dynamic" else 0
-    head = engine.head.digest() if engine.head is not None and len(_caches(engine)) > 1 else ""
+    head = " ".join(head.digest() for head in _heads(engine))
+    exits = " ".join(map(str, engine.target.exits)) or "0"
     elsewhere = [layer for layer, tier in enumerate(plan.tiers) if tier == HOST_COMPUTE]
-    return f"{engine.identity} host {elsewhere} exit {engine.target.exit_layer} head {head} context {stretched}"
+    return f"{engine.identity} host {elsewhere} exit {exits} head {head} context {stretched}"
 
 
 def _fits(ids: Any, caches: Sequence[KVCache]) -> bool:

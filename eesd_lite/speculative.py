@@ -24,18 +24,22 @@ from eesd_lite.target import LOGITS_ROWS, Target
 VERIFY_ROWS = 4  # rows of lm_head that cost what one costs: reading it once is most of the work
 
 
-class Drafter(Protocol):
-    """Whoever proposes tokens. Anything may be proposed: it can cost speed, never change what is emitted."""
-
-    def propose(self, state: Tensor, rows: Rows, *, position: int, history: Sequence[int]) -> Choice | None:
-        """A token for `position`, given the state [1, hidden] of the node before it and the ids before it; or None."""
-        ...
+class Keeper(Protocol):
+    """Whoever keeps something per visible token."""
 
     def keep(self, states: Tensor, first: int) -> None:
         """Visible tokens from position `first` on, from which nothing was proposed; their states [rows, hidden].
 
-        Whatever the drafter keeps per token it has to have when it proposes again.
+        Whatever is kept per token has to be there when the next token is proposed.
         """
+        ...
+
+
+class Drafter(Keeper, Protocol):
+    """Whoever proposes tokens. Anything may be proposed: it can cost speed, never change what is emitted."""
+
+    def propose(self, state: Tensor, rows: Rows, *, position: int, history: Sequence[int]) -> Choice | None:
+        """A token for `position`, given the state [1, hidden] of the node before it and the ids before it; or None."""
         ...
 
     def move(self, sources: list[int], targets: list[int]) -> None:
@@ -220,6 +224,7 @@ class Round:
     draft_seconds: float
     verify_seconds: float
     accept_seconds: float  # lm_head of visited nodes, acceptance, compaction
+    exit_layer: int  # where it drafted; 0: no head
 
 
 def crop(target: Target, drafter: Drafter | None, drafted: Draft, accepted: Accepted) -> None:
@@ -242,8 +247,8 @@ def crop(target: Target, drafter: Drafter | None, drafted: Draft, accepted: Acce
             drafter.keep(drafted.states[node : node + 1], tree.start + depth)
 
 
-def keep_prefix(drafter: Drafter, hidden: Tensor, rows: Rows, chunk: int = 128) -> None:
-    """Hand the states of a prompt to the drafter in bounded pieces."""
+def keep_prefix(keeper: Keeper, hidden: Tensor, rows: Rows, chunk: int = 128) -> None:
+    """Hand the states of a prompt to a drafter or a head in bounded pieces."""
     start = int(rows.positions[0])
     for first in range(0, len(rows), chunk):
-        drafter.keep(hidden[first : first + chunk], start + first)
+        keeper.keep(hidden[first : first + chunk], start + first)

@@ -6,7 +6,9 @@ from a `LayerBank`, which counts every byte of an offloaded layer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -23,7 +25,10 @@ from eesd_lite.transformer import run_layers
 
 @dataclass
 class Target:
-    """`exit_layer` splits the layers into `lower` and `upper`; without drafting it is 0 and everything is upper."""
+    """`exit_layer` splits the layers into `lower` and `upper`; without drafting it is 0 and everything is upper.
+
+    Where several heads are resident the split is the round's, and states entering other exits are handed to `passed`.
+    """
 
     config: ModelConfig
     ops: Ops
@@ -35,6 +40,10 @@ class Target:
     lm_head: Tensor
     exit_layer: int
     device: torch.device
+    exits: tuple[int, ...] = ()  # of all resident heads, ascending
+    passed: Callable[[int, Tensor, Rows], None] | None = (
+        None  # exit layer, states [rows, hidden] (not to be kept), rows
+    )
 
     def embed(self, token_ids: list[int]) -> Tensor:
         """float32 [rows, hidden]"""
@@ -56,10 +65,14 @@ class Target:
             tokens = "1 token" if len(rows) == 1 else f"{len(rows)} tokens"
             progress(f"reading {tokens}, layer", index + 1, self.config.num_hidden_layers)
 
-        run_layers(
-            self.bank, layers, hidden, rows, kv=self.kv, reaches=self.reaches, chunk=PREFILL_CHUNK,
-            done=None if progress is no_progress else done,
-        )  # fmt: skip
+        stops = [at for at in self.exits if at in layers and at != self.exit_layer] if self.passed is not None else []
+        for start, stop in pairwise((layers.start, *stops, layers.stop)):
+            if start in stops and self.passed is not None:
+                self.passed(start, hidden, rows)
+            run_layers(
+                self.bank, range(start, stop), hidden, rows, kv=self.kv, reaches=self.reaches, chunk=PREFILL_CHUNK,
+                done=None if progress is no_progress else done,
+            )  # fmt: skip
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [rows, vocab] from states after the last layer; a row's bits do not depend on the others."""

@@ -29,9 +29,10 @@ class PlanRequest:
     head_bytes: int  # 0: there is no exit head
     scratch_bytes: int
     ring_slots: int  # wished for; at least two are used, fewer than wished before a layer leaves memory
-    exit_layer: int | None  # None: no drafting
+    exit_layer: int | None  # None: no drafting; of several heads the deepest
     device_memory: int | None  # None: no limit
     resident_layers: int | None  # None: as many as fit
+    other_exits: tuple[int, ...] = ()  # of further heads that are resident, ascending
     head_state_bytes: int = 0  # states that wait until the head computes their keys and values
     draft_vocabulary_bytes: int = 0  # rows of lm_head that are copied for drafting
     rope_bytes_per_token: int = 0  # rotary tables, one for all layers
@@ -62,6 +63,7 @@ class Plan:
     layer_bytes: tuple[int, ...] = ()
     host_items: Items = ()
     host_total_bytes: int = 0
+    other_exits: tuple[int, ...] = ()  # shallower than `exit_layer`: a round may draft at one of them instead
     host_ring_slots: int = 0  # buffers in host memory through which layers on disk pass
 
     def tier_bytes(self, tier: str) -> int:
@@ -98,6 +100,7 @@ def best_plan(request: PlanRequest, exit_layer: int | None, notes: tuple[str, ..
                     host_items=on_host,
                     host_total_bytes=total_of(on_host),
                     host_ring_slots=_host_ring(request, tiers),
+                    other_exits=request.other_exits if exit_layer is not None else (),
                 )
     return None
 
@@ -214,17 +217,18 @@ def _scratch(request: PlanRequest) -> int:
 
 def device_items(request: PlanRequest, exit_layer: int | None, tiers: tuple[str, ...], ring_slots: int) -> Items:
     """Every allocation on the device by name; parts of no bytes are left out."""
-    drafting, tokens = exit_layer is not None, _tokens(request, exit_layer)
+    tokens = _tokens(request, exit_layer)
+    heads = 1 + len(request.other_exits) if exit_layer is not None else 0
     slot_bytes = max(_sizes(request, tiers, HOST_STREAM, DISK), default=0)
     items = (
         ("embedding", request.embedding_bytes),
         ("lm_head", request.lm_head_bytes),
         ("norms", request.norm_bytes),
         ("rope tables", request.rope_bytes_per_token * tokens),
-        ("exit head", request.head_bytes if drafting else 0),
-        ("draft vocabulary", request.draft_vocabulary_bytes if drafting else 0),
-        ("exit head KV cache", request.kv_bytes_per_token * tokens if drafting else 0),
-        ("exit head states", request.head_state_bytes if drafting else 0),
+        ("exit head", request.head_bytes * heads),
+        ("draft vocabulary", request.draft_vocabulary_bytes if heads else 0),
+        ("exit head KV cache", request.kv_bytes_per_token * tokens * heads),
+        ("exit head states", request.head_state_bytes * heads),
         ("KV cache", request.kv_bytes_per_token * tokens * (len(tiers) - tiers.count(HOST_COMPUTE))),
         ("scratch", _scratch(request)),
         ("reserve", request.reserve_bytes),

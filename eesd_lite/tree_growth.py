@@ -20,7 +20,7 @@ from eesd_lite.controller import Controller
 from eesd_lite.controllers_tree import TreeController
 from eesd_lite.draft_tree import Draft, DraftTree
 from eesd_lite.sampling import Choice
-from eesd_lite.speculative import Accepted, Drafter, TreeDrafter
+from eesd_lite.speculative import Accepted, Drafter, TreeDrafter, draft
 from eesd_lite.target import Target
 
 WIDTH = 32  # proposals taken from one node: further ones would hardly ever be among the best 64
@@ -33,6 +33,22 @@ class _Candidate:
     reach: float
     parent: int
     token: int
+
+
+def draft_any(
+    target: Target,
+    drafter: Drafter | None,
+    controller: Controller | TreeController,
+    *,
+    visible: Sequence[int],
+    limit: int,
+    depth: int,
+    stop_ids: frozenset[int],
+) -> Draft:
+    """A chain or a tree of at most `limit` proposed nodes, as the controller has it."""
+    if isinstance(controller, TreeController):
+        return grow(target, drafter, controller, visible=visible, limit=limit, depth=depth, stop_ids=stop_ids)
+    return draft(target, drafter, controller, visible=visible, limit=limit, stop_ids=stop_ids)
 
 
 def grow(

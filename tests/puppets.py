@@ -17,8 +17,10 @@ from eesd_lite import SamplingParams
 from eesd_lite.cache import Rows
 from eesd_lite.engine import Engine
 from eesd_lite.sampling import Choice, Sampler
+from eesd_lite.several_heads import SeveralHeadsDrafter
 from eesd_lite.speculative import Drafter, HeadDrafter
 from eesd_lite.target import Target
+from eesd_lite.transformer import run_layers
 
 Proposal = Callable[[int, int], int | None]  # (position, how many were proposed in this round) -> token or None
 
@@ -108,7 +110,9 @@ def drafting(engine: Engine, proposal: Proposal, *, confidence: float = 0.9) -> 
     made: list[Puppet] = []
 
     def make(target: Target, sampler: Sampler) -> Drafter:
-        head = HeadDrafter(engine.head, target, sampler) if engine.head is not None else None
+        head: Drafter | None = HeadDrafter(engine.head, target, sampler) if engine.head is not None else None
+        if len(engine.heads) > 1:
+            head = SeveralHeadsDrafter(engine.heads, target, sampler)
         made.append(Puppet(proposal, confidence, head))
         return made[-1]
 
@@ -142,7 +146,7 @@ def plain_ids(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> 
 
 @torch.inference_mode()
 def fresh_caches(engine: Engine, ids: Sequence[int]) -> list[Tensor]:
-    """Keys and values [heads, tokens, size] of every layer and of the exit head after a fresh prefill of `ids`.
+    """Keys and values [heads, tokens, size] of every layer and exit head after a fresh prefill of `ids`.
 
     Overwrites the engine's caches and forgets its prefix.
     """
@@ -151,31 +155,35 @@ def fresh_caches(engine: Engine, ids: Sequence[int]) -> list[Tensor]:
     if not ids:
         return caches(engine, 0)
     target, rows = engine.target, Rows.chain(0, len(ids))
-    hidden = target.lower(target.embed(list(ids)), rows)
-    if engine.head is not None:
-        engine.head.keep(hidden.clone(), 0)
+    hidden, deepest, done = target.embed(list(ids)), target.exit_layer, 0
+    for head in engine.heads:  # ascending: layers between two exits, then that head's entries
+        run_layers(
+            target.bank, range(done, head.exit_layer), hidden, rows, kv=target.kv, reaches=target.reaches, chunk=64
+        )  # fmt: skip
+        head.keep(hidden.clone(), 0)
+        done = head.exit_layer
+    assert done == deepest, (done, deepest)
     target.upper(hidden, rows)
     return caches(engine, len(ids))
 
 
 def caches(engine: Engine, tokens: int) -> list[Tensor]:
-    """Copies of the first `tokens` entries of every cache: keys and values of the layers, then of the head.
+    """Copies of the first `tokens` entries of every cache: keys and values of the layers, then of heads.
 
     What the head has not computed yet is computed for the copy, and goes on waiting.
     """
-    if engine.head is None:
-        return _entries(engine, tokens)
-    waiting, held = engine.head.waiting, engine.head.kv.read(0, engine.head.kv.capacity)
-    positions = list(waiting._positions)
-    engine.head.fill()
+    before = [(head.kv.read(0, head.kv.capacity), list(head.waiting._positions)) for head in engine.heads]
+    for head in engine.heads:
+        head.fill()
     copies = _entries(engine, tokens)
-    engine.head.kv.write(0, held)
-    waiting._positions = positions
+    for head, (held, positions) in zip(engine.heads, before, strict=True):
+        head.kv.write(0, held)
+        head.waiting._positions = positions
     return copies
 
 
 def _entries(engine: Engine, tokens: int) -> list[Tensor]:
-    owners = [engine.target.kv] + ([engine.head.kv] if engine.head is not None else [])
+    owners = [engine.target.kv, *(head.kv for head in engine.heads)]
     pairs = [owner.layer(index) for owner in owners for index in range(owner.num_layers)]
     return [tensor[:, :tokens].clone() for pair in pairs for tensor in pair]
 

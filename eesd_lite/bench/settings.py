@@ -12,7 +12,7 @@ from pathlib import Path
 
 from eesd_lite.controller import any_controller
 from eesd_lite.errors import EesdError
-from eesd_lite.exit_choice import AUTO, check_exit
+from eesd_lite.exit_choice import AUTO, ExitWish, check_exit
 from eesd_lite.params import SamplingParams
 from eesd_lite.units import parse_size
 
@@ -57,7 +57,7 @@ class BenchSettings:
     context: int | None = None  # None: what the longest prompt and the answer need
     device_memory: int | None = None
     resident_layers: int | None = None
-    exit_layer: int | str | None = None  # "auto": the exits are measured first, and the fastest is taken
+    exit_layer: ExitWish = None  # "auto": the exits are measured first, and the fastest is taken
     head: str | None = None
     drafter: str = "head"
     draft_vocab: int | str | None = None  # the head drafts so many of the most frequent tokens; None: all

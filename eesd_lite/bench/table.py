@@ -48,7 +48,7 @@ def _heading(report: dict[str, Any]) -> str:
     settings, split = report["settings"], []
     for name, plan in report["plans"].items():
         layers = len(plan["tiers"])
-        split.append(f"{name}: {plan['resident_layers']} of {layers} layers resident, exit {plan['exit_layer']}")
+        split.append(f"{name}: {plan['resident_layers']} of {layers} layers resident, exit {_exits(plan)}")
     tokens = f"{settings['prompts']} prompts x {settings['max_new_tokens']} tokens x {settings['repeat']}"
     return f"{report['model']['name']}, {tokens}, temperature {settings['temperature']:g}; {'; '.join(split)}"
 
@@ -112,3 +112,8 @@ def _align(rows: Sequence[Sequence[str]]) -> list[str]:
         )
         for row in rows
     ]
+
+
+def _exits(plan: Any) -> str:
+    others = plan.get("other_exits") or ()
+    return " or ".join(map(str, (*others, plan["exit_layer"])))

@@ -91,6 +91,26 @@ def test_drafting_with_the_shipped_heads_gives_the_plain_ids(
         assert_caches_are_those_of(engine, held, caches(engine, len(held)))
 
 
+@pytest.mark.parametrize("name", SETTINGS)
+def test_two_heads_that_draft_by_turns_give_the_plain_ids(
+    demo_model: Path, threads: None, plain: dict[str, list[list[int]]], name: str
+) -> None:
+    params = SamplingParams(max_new_tokens=TOKENS, ignore_eos=True, **SETTINGS[name])
+    with Engine.from_pretrained(demo_model, exit_layer=EXITS, context=256, resident_layers=20) as engine:
+        where = set()
+        for prompt, expected in zip(prompts(engine), plain[name], strict=True):
+            out = []
+            for event in engine.generate(prompt, params):
+                out += [event.token_id] if event.token_id is not None else []
+                if engine.last_round is not None and len(engine.last_round.drafted.tree) > 1:
+                    where.add(engine.last_round.exit_layer)
+            assert out == expected
+            held = list(engine.cached_ids)
+            assert_caches_are_those_of(engine, held, caches(engine, len(held)))
+        assert where == set(EXITS), f"drafted at {where} only"
+        assert engine.stats.balanced() and engine.stats.draft_offloaded_bytes == 0
+
+
 def test_a_long_prompt_read_in_turns_gives_the_ids_of_one_read_at_once(open_engine: Callable[..., Engine]) -> None:
     with open_engine(EXITS[0], controller="fixed:4") as engine:
         first, second = prompts(engine)[0], prompts(engine)[1]

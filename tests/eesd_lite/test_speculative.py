@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from eesd_lite import SamplingParams
-from eesd_lite import engine as engine_module
+from eesd_lite import tree_growth as growth_module
 from eesd_lite.cache import Rows
 from eesd_lite.controller import Controller, make_controller
 from eesd_lite.draft_tree import DraftTree
 from eesd_lite.engine import Engine
 from eesd_lite.sampling import Choice, Sampler
-from eesd_lite.speculative import Draft, Drafter, HeadDrafter, accept, draft
+from eesd_lite.speculative import Draft, Drafter, HeadDrafter, accept, crop, draft
 from eesd_lite.target import Target
 from tests.puppets import (
     assert_caches_are_those_of,
@@ -102,11 +102,11 @@ def test_a_compacted_tree_path_leaves_the_cache_of_a_fresh_prefill(engine_of: En
     _, states = verify_rows(engine, TREE)
     path = TREE.path(node)
     drafted = Draft(TREE, states, frozenset())
-    accepted = engine_module.accept(TREE, *follow(TREE, path), PREFIX + TREE.tokens[:1])
+    accepted = accept(TREE, *follow(TREE, path), PREFIX + TREE.tokens[:1])
     assert list(accepted.nodes) == path[1:]
     head = HeadDrafter(engine.head, engine.target, Sampler(SamplingParams(), engine.config.vocab_size))  # type: ignore[arg-type]
     with torch.inference_mode():
-        engine_module.crop(engine.target, head, drafted, accepted)
+        crop(engine.target, head, drafted, accepted)
     visible = PREFIX + [TREE.tokens[n] for n in path]
     assert_caches_are_those_of(engine, visible, caches(engine, len(visible)))
 
@@ -201,7 +201,7 @@ def grow_tree(known: Sequence[int], vocab: int, seed: int) -> Callable[..., Draf
 @contextmanager
 def growing_trees(known: Sequence[int], vocab: int, seed: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "draft", grow_tree(known, vocab, seed))
+        patch.setattr(growth_module, "draft", grow_tree(known, vocab, seed))
         yield
 
 

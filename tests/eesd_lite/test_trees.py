@@ -21,7 +21,7 @@ from eesd_lite.engine import Engine
 from eesd_lite.errors import EesdError
 from eesd_lite.ngram_tree import NgramTreeDrafter
 from eesd_lite.sampling import Choice, Sampler
-from eesd_lite.speculative import VERIFY_ROWS, Accepted, Drafter, HeadDrafter, VisitedLogits, accept
+from eesd_lite.speculative import VERIFY_ROWS, Accepted, Drafter, HeadDrafter, TreeDrafter, VisitedLogits, accept
 from eesd_lite.target import Target
 from eesd_lite.tree_growth import grow, lessons
 from tests.puppets import all_puppets, drafting, fresh_caches, ids_of, plain_ids, watched_rounds
@@ -46,7 +46,7 @@ def params(**options: Any) -> SamplingParams:
 class Branching:
     """Proposes right, wrong, repeated or no tokens by chance, over the real head, which does its work all the same."""
 
-    def __init__(self, seed: int, known: Sequence[int], vocab: int, head: HeadDrafter) -> None:
+    def __init__(self, seed: int, known: Sequence[int], vocab: int, head: TreeDrafter) -> None:
         self._rng, self._known, self._vocab, self._head = random.Random(seed), known, vocab, head
         self.asked = 0
 
@@ -84,8 +84,10 @@ def branching(engine: Engine, seed: int, known: Sequence[int]) -> Iterator[list[
     before, made = engine.drafter_factory, []
 
     def make(target: Target, sampler: Sampler) -> Drafter:
-        assert engine.head is not None
-        made.append(Branching(seed, known, engine.config.vocab_size, HeadDrafter(engine.head, target, sampler)))
+        assert before is not None
+        heads = before(target, sampler)
+        assert isinstance(heads, TreeDrafter)
+        made.append(Branching(seed, known, engine.config.vocab_size, heads))
         return made[-1]
 
     engine.drafter_factory = make
@@ -104,7 +106,7 @@ def test_every_tree_controller_gives_the_plain_ids(engine_of: EngineOf, controll
     expected = plain_ids(engine, PROMPT, chosen)
     engine.set_controller(controller)
     assert ids_of(engine, PROMPT, chosen) == expected
-    assert engine.stats.drafted > 0
+    assert engine.stats.drafted > 0 or controller == "tree"  # which may have seen that drafts do not pay here
     for puppet, proposal in all_puppets(PROMPT + expected, engine.config.vocab_size).items():
         with drafting(engine, proposal):  # a drafter that knows no branches grows a chain
             assert ids_of(engine, PROMPT, chosen) == expected, puppet

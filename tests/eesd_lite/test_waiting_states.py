@@ -127,7 +127,7 @@ def test_a_long_prompt_does_not_wait(engine_of: EngineOf) -> None:
 
 
 @given(lengths=st.lists(st.integers(0, 4), min_size=1, max_size=7), seed=st.integers(0, 99), sampled=st.booleans())
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_after_every_round_and_fill_the_cache_is_that_of_a_fresh_prefill(
     engine_of: EngineOf, lengths: list[int], seed: int, sampled: bool
 ) -> None:
