@@ -43,7 +43,7 @@ class ChatSettings:
     head: str | None = None
     drafter: str = "head"
     draft_vocab: int | str | None = None
-    head_bits: int = 16
+    head_bits: int | None = None
     force_head: bool = False
     weights: str | None = None
     quantize: str | None = None

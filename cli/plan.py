@@ -112,7 +112,6 @@ def plan(
 
 
 def _wishes(given: dict[str, Any]) -> PlanWishes:
-    from eesd_lite.draft_weights import DraftWeights
     from eesd_lite.plan_cost import Rates
     from eesd_lite.planning import PlanWishes
 
@@ -128,18 +127,14 @@ def _wishes(given: dict[str, Any]) -> PlanWishes:
         row=given["row"],
     )  # fmt: skip
     wishes = PlanWishes.preset(given["preset"]) if given["preset"] else PlanWishes(device=device)
-    own: dict[str, Any] = {
-        name: given[name]
-        for name in ("context", "exit_layer", "resident_layers", "draft_limit", "host_mode", "head")
-    }  # fmt: skip
+    names = ("context", "exit_layer", "resident_layers", "draft_limit", "host_mode", "head", "head_bits", "draft_vocab")
+    own: dict[str, Any] = {name: given[name] for name in names}
     own["agreements"] = given["agreement"]
     if given["device_memory"] is not None:  # a size that is given leaves no reserve: it says what may be used
         own |= {"device_memory": _bytes(given["device_memory"], device), "reserve": 0}
     if given["host_memory"] is not None:
         own |= {"host_memory": given["host_memory"], "host_reserve": 0}
-    draft = DraftWeights(given["head_bits"], given["draft_vocab"])
-    draft.check()
-    return replace(wishes, rates=rates, draft=draft, quantize=given["quantize"] is not None, **own)
+    return replace(wishes, rates=rates, quantize=given["quantize"] is not None, **own)
 
 
 def _bytes(size: int | str, device: str) -> int:

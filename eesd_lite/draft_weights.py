@@ -17,6 +17,12 @@ ROW_STEP = 16  # the int4 product takes outputs by so many: tables are filled up
 _GROUPS = (64, 32)  # inputs that share a scale in 4 bits; small ones cost an eighth of the bytes and round better
 
 
+def usual_bits(kernel: str) -> int:
+    """Where nothing was asked, for a kernel that `sizing` names: 8 cost no tau (docs/tau.md), but only the CPU has
+    them."""
+    return 8 if kernel.startswith("int4-cpu") else 16
+
+
 @dataclass(frozen=True)
 class DraftWeights:
     """`bits` of the exit head and of its copy of lm_head; `vocabulary`: tokens that it drafts, "all" for a copy of all

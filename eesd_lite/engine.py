@@ -104,7 +104,7 @@ class Engine:
         plan_file: str | Path | None = None,
         weights: str | None = None,
         draft_vocab: int | str | None = None,
-        head_bits: int = 16,
+        head_bits: int | None = None,
         reader: Reader | None = None,
         progress: Progress = no_progress,
     ) -> Engine:
@@ -120,7 +120,8 @@ class Engine:
         `weights` names the file (or index) to read where the folder holds several. `quantize` ("nf4" or "fp4") loads
         a 16-bit model into bitsandbytes' 4-bit form.
         `draft_vocab` lets the head draft so many of the most frequent tokens only, which makes drafts cheaper;
-        `head_bits` (16, 8 or 4) is for the weights of the head and of its copy of lm_head ("all": of all tokens).
+        `head_bits` (16, 8 or 4; None: 8 where that has a kernel) is for the weights of the head and of its copy of
+        lm_head ("all": of all tokens).
         `throttle` slows reading to so many bytes per second (simulated links). Raises one of `errors.USER_ERRORS`.
         """
         opened = open_parts(

@@ -15,7 +15,7 @@ from eesd_lite.config import ModelConfig
 from eesd_lite.contradictions import contradictions
 from eesd_lite.controller import draft_limit_for
 from eesd_lite.draft_vocabulary import DraftVocabulary, most_frequent
-from eesd_lite.draft_weights import DraftWeights
+from eesd_lite.draft_weights import DraftWeights, usual_bits
 from eesd_lite.drafter_names import check_drafter
 from eesd_lite.errors import EesdError
 from eesd_lite.exit_choice import ExitTable, ExitWish, check_exit, split_exits
@@ -39,6 +39,7 @@ from eesd_lite.preflight import check_tensors
 from eesd_lite.prepare import resolve_model
 from eesd_lite.progress import Progress
 from eesd_lite.saved_plan import read_tiers, write_plan
+from eesd_lite.sizing import kernel_for
 from eesd_lite.streamer import Reader
 from eesd_lite.target import Target
 from eesd_lite.text import TextCodec
@@ -73,12 +74,13 @@ class EngineOptions:
     plan_file: str | Path | None
     weights: str | None
     draft_vocab: int | str | None
-    head_bits: int
+    head_bits: int | None
 
     @property
     def draft(self) -> DraftWeights:
         """Of the weights that only drafts read."""
-        return DraftWeights(self.head_bits, self.draft_vocab)
+        kernel = kernel_for(self.device.partition(":")[0], self.dtype)
+        return DraftWeights(usual_bits(kernel) if self.head_bits is None else self.head_bits, self.draft_vocab)
 
     def checked_draft_limit(self) -> int:
         """How many tokens a round may draft; EesdError for any option that no model could fulfil."""
@@ -164,10 +166,10 @@ def open_parts(model: str | Path, asked: EngineOptions, reader: Reader | None, p
                 order = ids_by_frequency(source, chosen.head)
                 ids = most_frequent(asked.draft_vocab, order=order, always=text.eos_token_ids, vocabulary=known)
             if asked.draft_vocab is not None:
-                vocabulary = DraftVocabulary.of(target.lm_head, ids, bits=asked.head_bits, kernels=kernels)
+                vocabulary = DraftVocabulary.of(target.lm_head, ids, bits=asked.draft.bits, kernels=kernels)
             tensors = [one.head for one in (*more, chosen) if one.head is not None]
-            heads = [load_head(target, one, kernels, vocabulary, asked.head_bits) for one in tensors]
-            told = rounding_notices(kernels, asked.head_bits)
+            heads = [load_head(target, one, kernels, vocabulary, asked.draft.bits) for one in tensors]
+            told = rounding_notices(kernels, asked.draft.bits)
         return Opened(
             target=target, text=text, plan=plan, heads=tuple(heads), draft_limit=draft_limit, name=source.name,
             notices=(*notes, *settled.notes, *chosen.notices, *plan.notes, *told),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from eesd_lite.config import ModelConfig, RopeScaling
-from eesd_lite.draft_weights import DraftWeights
+from eesd_lite.draft_weights import DraftWeights, usual_bits
 from eesd_lite.errors import EesdError
 from eesd_lite.exit_choice import AUTO, ExitTable, ExitWish, settle_exit, split_exits
 from eesd_lite.head_list import ON_ANSWERS, expected_shares, heads_at_hand, usual_exit
@@ -53,7 +53,8 @@ class PlanWishes:
     draft_limit: int = 16
     dtype: str = "bfloat16"
     host_mode: str = "stream"
-    draft: DraftWeights = DraftWeights()
+    head_bits: int | None = None  # None: as the engine would choose
+    draft_vocab: int | str | None = None
     quantize: bool = False  # a 16-bit model is loaded in bitsandbytes' 4-bit form
     rates: Rates = field(default_factory=Rates)
 
@@ -148,7 +149,9 @@ def _planned(
     name: str, config: ModelConfig, layers: tuple[int, ...], tied: bool, wishes: PlanWishes, *,
     heads: dict[int, float | None], default: int | None = None,
 ) -> PlannedModel:  # fmt: skip
-    wishes.draft.check(config.vocab_size)
+    kernel = _storage(wishes)[0]
+    draft = DraftWeights(usual_bits(kernel) if wishes.head_bits is None else wishes.head_bits, wishes.draft_vocab)
+    draft.check(config.vocab_size)
     notes: list[str] = []
     third = max(1, config.num_hidden_layers // 3)
     deepest, others = split_exits(wishes.exit_layer)
@@ -159,7 +162,7 @@ def _planned(
             config, layers=layers, tied=tied, itemsize=DTYPE_BYTES[wishes.dtype],
             context=default_context(config, wishes.context), draft_limit=wishes.draft_limit,
             exit_layer=exit_layer or None, device_memory=wishes.device_memory, resident_layers=wishes.resident_layers,
-            draft=wishes.draft, kernel=_storage(wishes)[0],
+            draft=draft, kernel=kernel,
         ),
         host_memory=wishes.host_memory, reserve_bytes=wishes.reserve, host_reserve_bytes=wishes.host_reserve,
         host_mode=wishes.host_mode, other_exits=others,

@@ -1,6 +1,7 @@
 """Measures exit heads and draft vocabularies in fewer bits on the demo model (docs/tau.md).
 
-tau EXIT: tau for bits of the head and of its copy of lm_head, in memory; ids compared with plain decoding's.
+chains EXIT: how often the head says the target's next token, and tau of fixed:4, by bits of head and lm_head.
+trees EXIT: tau of tree:64; ids compared with plain decoding's.
 step EXIT: time of a draft step (one node, and a group of eight), all kinds taking turns; medians and quartiles.
 """
 
@@ -22,7 +23,7 @@ from eesd_lite.sampling import Sampler
 from eesd_lite.speculative import HeadDrafter
 from models import find_recipe
 
-MODEL, CONTROLLERS, REPEATS = "smollm2-135m", ("fixed:4", "tree:64"), 150
+MODEL, REPEATS = "smollm2-135m", 150
 SIZES = (None, 4096, 16384)
 Kind = tuple[int, int, int | None]  # bits of the head, bits of lm_head's rows, tokens (None: all)
 
@@ -52,31 +53,92 @@ def prompts(engine: Engine, count: int) -> list[list[int]]:
     return [engine.text.render_chat([{"role": "user", "content": p.text}]) for p in chosen]
 
 
-def measure_tau(exit_layer: int, count: int) -> None:
-    """The target's ids come from plain decoding once; every kind has to repeat them."""
+KINDS: list[Kind] = [
+    (16, 16, None), (8, 16, None), (8, 8, None), (8, 4, None), (4, 16, None), (4, 8, None), (4, 4, None),
+    (16, 16, 16384), (8, 8, 16384), (4, 4, 16384), (16, 16, 4096), (8, 8, 4096), (4, 4, 4096),
+]  # fmt: skip
+
+
+@torch.inference_mode()
+def matches(engine: Engine, prompt: list[int], answer: list[int]) -> list[bool]:
+    """By place in the answer: whether the head, shown everything up to there, proposes the answer's next token."""
+    target, head = engine.target, engine.head
+    assert head is not None
+    engine.reset()
+    head.forget_from(0)
+    ids = prompt + answer[:-1]
+    states = target.lower(target.embed(ids), Rows.chain(0, len(ids), target.device))
+    hidden = head.forward(states, Rows.chain(0, len(ids), target.device))[len(prompt) :]
+    table, ours = head.vocabulary, []
+    for part in hidden.split(8):
+        x = part.contiguous()
+        logits = target.ops.logits(x, target.lm_head) if table is None else table.logits(x, target.ops)
+        best = logits[:, : engine.text.vocab_size].argmax(1)
+        ours += best.tolist() if table is None or table.ids is None else table.ids[best.numpy()].tolist()
+    return [mine == right for mine, right in zip(ours, answer[1:], strict=True)]
+
+
+def rounds_of(found: list[bool], longest: int) -> int:
+    """Rounds in which chains of at most `longest` say the answer behind its first token."""
+    place, rounds = 0, 0
+    while place < len(found):
+        limit = min(longest, len(found) - place - 1)
+        kept = next((n for n in range(limit) if not found[place + n]), limit)
+        place, rounds = place + kept + 1, rounds + 1
+    return rounds
+
+
+def measure_chains(exit_layer: int, count: int) -> None:
+    """A chain is kept as far as the head follows the target's own text, so tau of fixed:4 needs no rounds; that it is
+    the same is asserted on the first prompt."""
     params = SamplingParams(max_new_tokens=48)
     engines = {bits: open_engine(exit_layer, bits) for bits in (16, 8, 4)}
-    kinds: list[Kind] = [(16, 16, None), (8, 16, None), (8, 8, None), (8, 4, None), (4, 16, None), (4, 4, None)]
-    kinds += [(bits, bits, 16384) for bits in (16, 8, 4)]
-    tables = {kind: vocabulary(engines[kind[0]], *kind[1:]) for kind in kinds}
-    found: dict[tuple[str, Kind], list[tuple[int, int]]] = {}
+    tables = {kind: vocabulary(engines[kind[0]], *kind[1:]) for kind in KINDS}
+    found: dict[Kind, list[tuple[int, int, int]]] = {kind: [] for kind in KINDS}
     for number, ids in enumerate(prompts(engines[16], count)):
         engines[16].set_controller("off")
         plain = [event.token_id for event in engines[16].generate(ids, params)]
-        for spec in CONTROLLERS:
-            for kind in kinds:
-                engine = engines[kind[0]]
-                assert engine.head is not None
-                engine.head.vocabulary = tables[kind]
+        for kind in KINDS:
+            engine = engines[kind[0]]
+            assert engine.head is not None
+            engine.head.vocabulary = tables[kind]
+            hits = matches(engine, ids, plain)
+            rounds = rounds_of(hits, 4)
+            found[kind].append((sum(hits), len(hits), rounds))
+            if number == 0:
+                engine.set_controller("fixed:4")
+                before = engine.stats.snapshot()
+                assert [event.token_id for event in engine.generate(ids, params)] == plain, kind
+                assert engine.stats.since(before).rounds == rounds, (kind, engine.stats.since(before).rounds, rounds)
+    for kind, rows in found.items():
+        right, places, rounds = (sum(row[n] for row in rows) for n in range(3))
+        print(f"exit {exit_layer}, {_words(kind)}: agreement {right / places:.4f}, fixed:4 tau {places / rounds:.3f}")
+
+
+def measure_trees(exit_layer: int, count: int, all_bits: list[int]) -> None:
+    """Real rounds of tree:64 with head and lm_head in the same bits."""
+    params = SamplingParams(max_new_tokens=48)
+    for bits in all_bits:
+        engine = open_engine(exit_layer, bits)
+        assert engine.head is not None
+        kind: Kind = (bits, bits, None)
+        engine.head.vocabulary = vocabulary(engine, *kind[1:])
+        tokens = rounds = 0
+        for ids in prompts(engine, count):
+            said = []
+            for spec in ("off", "tree:64"):
                 engine.set_controller(spec)
                 before = engine.stats.snapshot()
-                assert [event.token_id for event in engine.generate(ids, params)] == plain, (spec, kind)
-                done = engine.stats.since(before)
-                found.setdefault((spec, kind), []).append((done.accepted + done.rounds, done.rounds))
-        for (spec, (bits, table, size)), rows in found.items():
-            tau = sum(row[0] for row in rows) / sum(row[1] for row in rows)
-            words = f"head {bits}, lm_head {table}, {size or 'all'} tokens"
-            print(f"{number + 1} prompts, exit {exit_layer}, {spec}, {words}: tau {tau:.3f}", flush=True)
+                said.append([event.token_id for event in engine.generate(ids, params)])
+            assert said[0] == said[1], ids
+            done = engine.stats.since(before)
+            tokens, rounds = tokens + done.accepted + done.rounds, rounds + done.rounds
+        print(f"exit {exit_layer}, {_words(kind)}: tree:64 tau {tokens / rounds:.3f}", flush=True)
+        engine.close()
+
+
+def _words(kind: Kind) -> str:
+    return f"head {kind[0]}, lm_head {kind[1]}, {kind[2] or 'all'} tokens"
 
 
 def drafters(exit_layer: int) -> Iterator[tuple[Kind, Engine, HeadDrafter]]:
@@ -116,10 +178,9 @@ def measure_step(exit_layer: int) -> None:
                     drafter.branches(states, rows, position=position, history=history, count=32)
                 seconds[kind].append(time.perf_counter() - begun)
         print(f"exit {exit_layer}, {width} nodes: layers below {_spread(lower)}")
-        for (bits, table, size), values in seconds.items():
+        for kind, values in seconds.items():
             total = statistics.median(lower) + statistics.median(values)
-            words = f"head {bits}, lm_head {table}, {size or 'all'} tokens"
-            print(f"  {words}: behind the exit {_spread(values)}, step {1000 * total:.2f} ms", flush=True)
+            print(f"  {_words(kind)}: behind the exit {_spread(values)}, step {1000 * total:.2f} ms", flush=True)
 
 
 def _spread(values: list[float]) -> str:
@@ -129,11 +190,14 @@ def _spread(values: list[float]) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["tau", "step"])
+    parser.add_argument("what", choices=["chains", "trees", "step"])
     parser.add_argument("exit", type=int)
-    parser.add_argument("--prompts", type=int, default=8, help="for tau")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--bits", type=int, nargs="+", default=[16, 8, 4], help="for trees")
     given = parser.parse_args()
     if given.what == "step":
         measure_step(given.exit)
+    elif given.what == "chains":
+        measure_chains(given.exit, given.prompts)
     else:
-        measure_tau(given.exit, given.prompts)
+        measure_trees(given.exit, given.prompts, given.bits)

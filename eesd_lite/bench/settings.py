@@ -61,7 +61,7 @@ class BenchSettings:
     head: str | None = None
     drafter: str = "head"
     draft_vocab: int | str | None = None  # the head drafts so many of the most frequent tokens; None: all
-    head_bits: int = 16  # of the weights that only drafts read
+    head_bits: int | None = None  # of the weights that only drafts read; None: the usual
     weights: str | None = None  # the file to read, where the model's folder holds several
     quantize: str | None = None  # nf4 or fp4: a 16-bit model in 4 bits
     keep_controllers: bool = False  # True: what they learned on one prompt serves the next

@@ -27,7 +27,9 @@ from tests.tiny import Tiny, TinySpec
 
 SPEC = TinySpec(layers=5)
 SIZE, EXIT = 64, 2
-OPTIONS: dict[str, Any] = {"head": "random", "exit_layer": EXIT, "resident_layers": 3, "draft_limit": 64}
+OPTIONS: dict[str, Any] = {
+    "head": "random", "exit_layer": EXIT, "resident_layers": 3, "draft_limit": 64, "head_bits": 16,
+}  # fmt: skip
 PROMPT = list(b"Some words are rare")
 SAMPLED: dict[str, Any] = {"temperature": 1.1, "top_k": 40, "top_p": 0.95, "repetition_penalty": 1.2, "seed": 3}
 EngineOf, TinyOf = Callable[..., Engine], Callable[[TinySpec], Tiny]

@@ -143,8 +143,7 @@ def test_bytes_that_are_planned_are_allocated(
         assert found.get(item) == planned.get(item), item
     assert ("draft vocabulary" in planned) == ("draft_vocab" in DRAFTS[drafts])
     monkeypatch.setenv("EESD_HOME", str(tiny_of(spec).home))
-    draft = DraftWeights(DRAFTS[drafts]["head_bits"], DRAFTS[drafts].get("draft_vocab"))
-    wishes = PlanWishes(exit_layer=EXIT, context=128, draft_limit=64, dtype=dtype, draft=draft)
+    wishes = PlanWishes(exit_layer=EXIT, context=128, draft_limit=64, dtype=dtype, **DRAFTS[drafts])
     told = dict(plan_model(tiny_of(spec).folder, wishes).plan.items)
     assert {item: told[item] for item in planned if "draft" in item or "head" in item} == {
         item: planned[item] for item in planned if "draft" in item or "head" in item
@@ -206,6 +205,15 @@ def test_bits_and_tokens_that_cannot_be_are_one_line(tiny_of: TinyOf, options: d
     with pytest.raises(EesdError) as caught:
         tiny_of(SPEC).engine(**MEMORY, **options)
     assert str(caught.value) == words
+
+
+def test_where_nothing_is_asked_there_are_8_bits_if_a_kernel_has_them(engine_of: EngineOf) -> None:
+    found = {}
+    for dtype in ("bfloat16", "float32"):
+        engine = engine_of(SPEC, **MEMORY, dtype=dtype)
+        assert engine.head is not None and not [note for note in engine.notices if "head_bits" in note]
+        found[dtype] = engine.head.bits
+    assert found == {"bfloat16": 8, "float32": 16}
 
 
 def test_heads_in_other_bits_are_other_heads_to_a_saved_cache(engine_of: EngineOf, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from eesd_lite.config import ModelConfig
+from eesd_lite.draft_weights import DraftWeights
 from eesd_lite.engine import Engine
 from eesd_lite.inspection import inspect_model
 from eesd_lite.sizing import Part, folder_layers, head_bytes, kernel_for, kernel_group, part_bytes, shape_layers
@@ -62,7 +63,7 @@ def test_the_demo_model_packs_to_the_bytes_of_its_shape(demo_model: Path) -> Non
     config = ModelConfig.from_folder(demo_model)
     with Engine.from_pretrained(demo_model, threads=1, context=64, resident_layers=20, exit_layer=20) as engine:
         packed, head = engine.target.bank.layer_bytes, engine.head
-        assert head is not None and head.nbytes == head_bytes(config, 2)
+        assert head is not None and head.nbytes == head_bytes(config, 2, DraftWeights(8), "int4-cpu")
     assert packed == folder_layers(ModelFolder(demo_model), config, kernel="int4-cpu", itemsize=2)
     assert packed == shape_layers(config, group_size=64, kernel="int4-cpu", itemsize=2)
 

@@ -28,7 +28,7 @@ class OffloadSettings:
     head: str | None = None  # a file, "instant" or "random"; None: the one that belongs to the model
     drafters: tuple[str, ...] = ("head",)
     draft_vocab: int | str | None = None  # heads draft so many of the most frequent tokens; None: all
-    head_bits: int = 16  # of the weights that only drafts read
+    head_bits: int | None = None  # of the weights that only drafts read; None: the usual
     rates: tuple[float | None, ...] = (None,)
     baselines: tuple[str, ...] = ()
     whole_process: bool = False  # the limit counts the runtime too, instead of coming on top of it
