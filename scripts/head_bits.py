@@ -2,6 +2,7 @@
 
 chains EXIT: how often the head says the target's next token, and tau of fixed:4, by bits of head and lm_head.
 trees EXIT: tau of tree:64; ids compared with plain decoding's.
+speed EXIT: speed of fixed:4 in memory, over that of 16 bits and over plain decoding.
 step EXIT: time of a draft step (one node, and a group of eight), all kinds taking turns; medians and quartiles.
 """
 
@@ -137,6 +138,34 @@ def measure_trees(exit_layer: int, count: int, all_bits: list[int]) -> None:
         engine.close()
 
 
+def measure_speed(exit_layer: int, count: int) -> None:
+    """fixed:4 with everything in memory on one thread: all kinds and plain decoding take turns on every prompt."""
+    params = SamplingParams(max_new_tokens=48)
+    engines = {bits: open_engine(exit_layer, bits) for bits in (16, 8, 4)}
+    kinds: list[Kind] = [(bits, bits, size) for bits in (16, 8, 4) for size in (None, 16384, 4096)]
+    tables = {kind: vocabulary(engines[kind[0]], *kind[1:]) for kind in kinds}
+    found: dict[Kind | None, list[float]] = {kind: [] for kind in [None, *kinds]}
+    for ids in prompts(engines[16], count):
+        for kind, speeds in found.items():
+            engine = engines[16 if kind is None else kind[0]]
+            assert engine.head is not None
+            engine.head.vocabulary = None if kind is None else tables[kind]
+            engine.set_controller("off" if kind is None else "fixed:4")
+            before = engine.stats.snapshot()
+            list(engine.generate(ids, params))
+            done = engine.stats.since(before)
+            speeds.append((done.accepted + done.rounds) / done.decode_seconds)
+    for kind in kinds:
+        ratios = (_quartiles([mine / his for mine, his in zip(found[kind], found[other], strict=True)])
+                  for other in (kinds[0], None))  # fmt: skip
+        print("exit {}, {}: over 16 bits {}, over plain {}".format(exit_layer, _words(kind), *ratios), flush=True)
+
+
+def _quartiles(values: list[float]) -> str:
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:.3f} ({low:.2f} to {high:.2f})"
+
+
 def _words(kind: Kind) -> str:
     return f"head {kind[0]}, lm_head {kind[1]}, {kind[2] or 'all'} tokens"
 
@@ -190,13 +219,15 @@ def _spread(values: list[float]) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["chains", "trees", "step"])
+    parser.add_argument("what", choices=["chains", "trees", "step", "speed"])
     parser.add_argument("exit", type=int)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--bits", type=int, nargs="+", default=[16, 8, 4], help="for trees")
     given = parser.parse_args()
     if given.what == "step":
         measure_step(given.exit)
+    elif given.what == "speed":
+        measure_speed(given.exit, given.prompts)
     elif given.what == "chains":
         measure_chains(given.exit, given.prompts)
     else:
