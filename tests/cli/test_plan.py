@@ -120,7 +120,7 @@ def test_bits_of_the_head_and_its_tokens_change_what_is_counted_and_leave_room_f
         (("--shape", "llama-2-7b", "--head-bits", "5"), 2, "'5' is not one of 16, 8 and 4"),
         (("--shape", "llama-2-7b", "--draft-vocab", "15"), 2, "15 is not in the range x>=16"),
         (("--shape", "llama-2-7b", "--draft-vocab", "most"), 2, "'most' is not a valid integer"),
-        (("--shape", "llama-2-7b", "--draft-vocab", "all"), 1, "set head_bits 8 or 4 with it"),
+        (("--shape", "llama-2-7b", "--head-bits", "16", "--draft-vocab", "all"), 1, "set head_bits 8 or 4 with it"),
         (("--shape", "llama-2-7b", "--draft-vocab", "32001"), 1, "from 16 to the model's 32000 tokens, not 32001"),
     ],
 )

@@ -138,7 +138,7 @@ def test_a_heads_own_list_decides_and_the_end_of_a_turn_is_always_there(tiny_of:
         tmp_path / "exit-02.safetensors", random_head(config, EXIT).tensors, config=config, exit_layer=EXIT,
         fingerprint="other", summary={}, draft_vocab=torch.tensor(wanted, dtype=torch.int32),
     )  # fmt: skip
-    options = {"head": tmp_path / "exit-02.safetensors", "force_head": True, "draft_vocab": 20}
+    options = {"head": tmp_path / "exit-02.safetensors", "force_head": True, "draft_vocab": 20, "head_bits": 16}
     with tiny.engine(**options) as engine:
         assert engine.head is not None and engine.head.vocabulary is not None
         vocabulary = engine.head.vocabulary

@@ -197,7 +197,10 @@ def test_what_no_kernel_takes_is_kept_dequantized_and_said(engine_of: EngineOf) 
     [
         ({"head_bits": 5}, "head_bits must be 16, 8 or 4, not 5"),
         ({"head_bits": "8"}, "head_bits must be 16, 8 or 4, not '8'"),
-        ({"draft_vocab": "all"}, "draft_vocab all is a copy of lm_head in fewer bits; set head_bits 8 or 4 with it"),
+        (
+            {"draft_vocab": "all", "head_bits": 16},
+            "draft_vocab all is a copy of lm_head in fewer bits; set head_bits 8 or 4 with it",
+        ),
         ({"draft_vocab": "most", "head_bits": 4}, "draft_vocab must be a number of tokens, or all, not 'most'"),
     ],
 )
