@@ -42,7 +42,9 @@ def write_list(path: Path) -> None:
 
 
 def open_engine(exit_layer: int) -> tuple[Engine, dict[int | None, DraftVocabulary | None]]:
-    engine = Engine.from_pretrained(MODEL, exit_layer=exit_layer, draft_limit=64, threads=1, context=1024)
+    engine = Engine.from_pretrained(
+        MODEL, exit_layer=exit_layer, head_bits=16, draft_limit=64, threads=1, context=1024
+    )  # fmt: skip
     order, text = find_recipe(MODEL).ids_by_frequency(), engine.text
     found: dict[int | None, DraftVocabulary | None] = {None: None}
     for size in SIZES:
