@@ -52,14 +52,15 @@ class BlobReader:
         self._wait(started, nbytes)
 
     def _read_once(self, path: Path, target: memoryview, offset: int) -> int:
+        mode = self.mode  # another thread may change it meanwhile
         try:
-            return self._read_all(self._open(path), target, offset)
+            return self._read_all(self._open(path, mode), target, offset)
         except OSError:
-            if self.mode != "direct":
+            if mode != "direct":
                 raise
         # Some file systems (tmpfs) refuse O_DIRECT at open or at read: read buffered from here on.
         self.mode = "buffered"
-        return self._read_all(self._open(path), target, offset)
+        return self._read_all(self._open(path, "buffered"), target, offset)
 
     def _read_all(self, descriptor: int, target: memoryview, offset: int) -> int:
         done = 0
@@ -72,11 +73,11 @@ class BlobReader:
             os.posix_fadvise(descriptor, offset, done, os.POSIX_FADV_DONTNEED)
         return done
 
-    def _open(self, path: Path) -> int:
-        key = (path, self.mode)
+    def _open(self, path: Path, mode: str) -> int:
+        key = (path, mode)
         with self._lock:
             if key not in self._files:
-                self._files[key] = os.open(path, os.O_RDONLY | (_DIRECT if key[1] == "direct" else 0))
+                self._files[key] = os.open(path, os.O_RDONLY | (_DIRECT if mode == "direct" else 0))
             return self._files[key]
 
     def _wait(self, started: float, nbytes: int) -> None:

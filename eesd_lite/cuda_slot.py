@@ -26,11 +26,13 @@ class Staging:
 
     def __init__(self, count: int, nbytes: int) -> None:
         self._free = [(pin(page_buffer(nbytes)), torch.cuda.Event()) for _ in range(count)]
-        self._returned = threading.Condition()
+        # Entered directly, as in the streamer: `give` is also called by the thread that Ctrl-C strikes.
+        self._lock = threading.Lock()
+        self._returned = threading.Condition(self._lock)
 
     def take(self) -> tuple[Tensor, torch.cuda.Event]:
         """A buffer that no copy reads from any more, and the event to record behind the next one."""
-        with self._returned:
+        with self._lock:
             while not self._free:
                 self._returned.wait()
             buffer, copied = self._free.pop(0)
@@ -38,8 +40,8 @@ class Staging:
         return buffer, copied
 
     def give(self, buffer: Tensor, copied: torch.cuda.Event) -> None:
-        """Back after its copy was queued and `copied` recorded behind it."""
-        with self._returned:
+        """Back after its copy was queued and `copied` recorded behind it, or unused."""
+        with self._lock:
             self._free.append((buffer, copied))
             self._returned.notify()
 
@@ -66,7 +68,7 @@ class CudaSlot:
     def begin_fill(self) -> None:
         """The reader waits here until the last copy out of a staging buffer has ended."""
         assert self._staging is not None
-        if self._staged is None:  # else a read failed, and its buffer is still here
+        if self._staged is None:  # else another part of the layer began, or failed: its buffer is still here
             self._staged = self._staging.take()
 
     def end_fill(self, nbytes: int) -> None:
@@ -77,6 +79,12 @@ class CudaSlot:
         copied.record(self._stream)
         self._staged = None
         self._staging.give(buffer, copied)
+
+    def drop_fill(self) -> None:
+        """The staging buffer goes back: there may be fewer than slots, and the next sweep begins in another slot."""
+        if self._staged is not None and self._staging is not None:
+            staged, self._staged = self._staged, None
+            self._staging.give(*staged)
 
     def copy_fill(self, source: Tensor, nbytes: int) -> None:
         """Queue a copy from host memory behind the products that still use the device buffer."""

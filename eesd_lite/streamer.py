@@ -52,6 +52,8 @@ class Slot(Protocol):
 
     def end_fill(self, nbytes: int) -> None: ...  # reader thread: all bytes are in `buffer`
 
+    def drop_fill(self) -> None: ...  # any thread, nobody writes any more: what was begun will not end; may be nothing
+
     def copy_fill(self, source: Tensor, nbytes: int) -> None: ...  # reader thread: instead of both, from host memory
 
     def acquire(self, layout: BlobLayout, bind: Bind) -> DecoderLayer: ...  # consumer: the layer, ready to run
@@ -71,6 +73,9 @@ class HostSlot:
 
     def end_fill(self, nbytes: int) -> None:
         """Nothing to copy."""
+
+    def drop_fill(self) -> None:
+        """Nothing to give back."""
 
     def copy_fill(self, source: Tensor, nbytes: int) -> None:
         """One plain copy: torch's would start a second set of OpenMP threads from here."""
@@ -187,12 +192,20 @@ class LayerStreamer:
         self._filled.clear()
         self._parts_read.clear()
         self._restarts += 1
+        self._drop_fills()
         self._changed.notify_all()
+
+    def _drop_fills(self) -> None:
+        """What lies half read in a slot is void, and so is what is being read: its last reader drops that."""
+        for slot, writing in zip(self._slots, self._writing, strict=True):
+            if not writing:
+                slot.drop_fill()
 
     def close(self) -> None:
         """Stop the threads and close the files. Safe to call twice."""
         with self._lock:
             self._closed = True
+            self._drop_fills()
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
@@ -212,7 +225,10 @@ class LayerStreamer:
                 error = raised if isinstance(raised, StreamError) else StreamError(f"reading failed: {raised}")
             with self._lock:
                 self._count_reads(-1)
-                self._writing[number % len(self._slots)] -= 1
+                place = number % len(self._slots)
+                self._writing[place] -= 1
+                if self._writing[place] == 0 and (restarts != self._restarts or self._closed):
+                    self._slots[place].drop_fill()
                 if restarts == self._restarts:  # else the sweep was abandoned meanwhile: read again from its start
                     if error is not None:
                         self._error = self._error or error

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import queue
 import threading
 import time
 import zlib
@@ -12,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from eesd_lite import cuda_slot
 from eesd_lite.blob_reader import BlobReader
 from eesd_lite.errors import StreamError
 from eesd_lite.layer_blob import BLOCK, lay_out, page_buffer
@@ -49,8 +53,37 @@ def whole(layout: Any, buffer: Tensor) -> Any:
     return lambda: buffer[: layout.nbytes].clone()
 
 
+class StagedSlot(HostSlot):
+    """Like a slot on a card: read into one of a few buffers that slots share, then copied."""
+
+    def __init__(self, buffer: Tensor, free: queue.Queue[Tensor]) -> None:
+        super().__init__(buffer)
+        self.own, self._free, self._held, self.starved = buffer, free, False, False
+
+    def begin_fill(self) -> None:
+        if self._held:
+            return
+        self.starved = True
+        self.buffer, self._held = self._free.get(timeout=20), True  # an error then, instead of waiting for ever
+        self.starved = False
+
+    def end_fill(self, nbytes: int) -> None:
+        self.own[:nbytes] = self.buffer[:nbytes]
+        self.drop_fill()
+
+    def drop_fill(self) -> None:
+        if self._held:
+            self._free.put(self.buffer)
+            self.buffer, self._held = self.own, False
+
+
 def in_parts(
-    folder: Path, reader: PartReader, *, blocks: int = 2 * SMALLEST_PART // BLOCK, slots: int = 2
+    folder: Path,
+    reader: PartReader,
+    *,
+    blocks: int = 2 * SMALLEST_PART // BLOCK,
+    slots: int = 2,
+    staging: int | None = None,
 ) -> tuple[LayerStreamer, list[Tensor]]:
     """Three layers of random bytes in files, and what is in them."""
     layout = lay_out({"bytes": torch.zeros(blocks * BLOCK, dtype=torch.uint8)}, {})
@@ -59,7 +92,13 @@ def in_parts(
     store = PackedStore(folder, (layout,) * 3, sums)
     for index, content in enumerate(contents):
         store.path(index).write_bytes(content.numpy().tobytes())
-    ring = [HostSlot(page_buffer(layout.nbytes)) for _ in range(slots)]
+    buffers = [page_buffer(layout.nbytes) for _ in range(slots)]
+    ring = [HostSlot(buffer) for buffer in buffers]
+    if staging is not None:
+        free: queue.Queue[Tensor] = queue.Queue()
+        for _ in range(staging):
+            free.put(page_buffer(layout.nbytes))
+        ring = [StagedSlot(buffer, free) for buffer in buffers]
     return LayerStreamer(store, range(3), slots=ring, bind=whole, reader=reader), contents  # type: ignore[arg-type]
 
 
@@ -127,3 +166,82 @@ def test_a_part_that_cannot_be_read_fails_its_layer_once(tmp_path: Path, failing
     for _ in range(2):
         check_sweep(streamer, contents)
     streamer.close()
+
+
+def test_layers_that_an_abandoned_sweep_left_half_read_give_their_staging_buffers_back(tmp_path: Path) -> None:
+    reader = PartReader()
+    reader.hold = {(1, SMALLEST_PART), (2, 0)}
+    streamer, contents = in_parts(tmp_path, reader, slots=3, staging=2)
+    streamer.layer(0)
+    streamer.done(0)
+    wait_until(lambda: reader.hold <= set(reader.begun))  # both buffers are taken, by the second slot and the third
+    streamer.abandon()  # the next sweep begins in the first
+    reader.hold = set()
+    reader.gate.set()
+    for _ in range(3):
+        check_sweep(streamer, contents)
+    streamer.close()
+
+
+@pytest.mark.parametrize("staging", [1, 2])
+def test_layers_that_failed_give_their_staging_buffers_back(tmp_path: Path, staging: int) -> None:
+    reader = PartReader()
+    streamer, contents = in_parts(tmp_path, reader, slots=3, staging=staging)
+    for failing in ((1, 0), (2, SMALLEST_PART), (1, SMALLEST_PART), (2, 0)):
+        reader.fail = {failing}
+        with pytest.raises(StreamError, match="failed on purpose"):
+            for _ in range(3):
+                check_sweep(streamer, contents)
+        check_sweep(streamer, contents)
+    streamer.close()
+
+
+def test_closing_does_not_wait_for_a_staging_buffer_of_a_layer_that_failed(tmp_path: Path) -> None:
+    reader = PartReader()
+    reader.hold, reader.fail = {(0, SMALLEST_PART)}, {(0, SMALLEST_PART)}
+    streamer, _ = in_parts(tmp_path, reader, slots=2, staging=1)
+    wait_until(lambda: (0, 0) in reader.read_parts)  # its thread now waits for the buffer, for the next layer
+    reader.gate.set()
+    streamer.close()
+    assert not any(slot.starved for slot in streamer._slots if isinstance(slot, StagedSlot))
+
+
+def test_a_slot_on_a_card_gives_back_what_was_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Event:
+        def synchronize(self) -> None:
+            pass
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(cuda_slot, "pin", lambda buffer: buffer)
+    staging = cuda_slot.Staging(1, BLOCK)
+    first, second = (cuda_slot.CudaSlot(BLOCK, torch.device("cpu"), None, staging) for _ in range(2))  # type: ignore[arg-type]
+    first.begin_fill()
+    first.begin_fill()  # another part
+    held = first.buffer
+    first.drop_fill()
+    first.drop_fill()
+    second.begin_fill()
+    assert second.buffer is held
+
+
+def test_a_second_read_that_was_refused_directly_goes_on_buffered_like_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, reader, original = tmp_path / "blob", BlobReader(), os.preadv
+    content = os.urandom(BLOCK)
+    path.write_bytes(content)
+    refused: list[int] = []
+
+    def refuse_once(*arguments: Any) -> int:
+        if not refused:
+            refused.append(1)
+            reader.mode = "buffered"  # as the other thread left it, whose read was refused as well
+            raise OSError(errno.EINVAL, "refused")
+        return original(*arguments)
+
+    reader.mode = "direct"
+    monkeypatch.setattr(os, "preadv", refuse_once)
+    buffer = page_buffer(BLOCK)
+    reader.read(path, buffer, BLOCK)
+    assert refused and buffer.numpy().tobytes() == content
+    reader.close()
