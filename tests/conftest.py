@@ -11,8 +11,10 @@ from eesd_lite.prepare import fetch
 
 DEMO = "smollm2-135m"
 
-# A shell that starts the tests in the background has children ignore Ctrl-C, and so would the programs under test.
+# A shell that starts the tests in the background has children ignore Ctrl-C, nohup has them ignore the hang-up, and so
+# would the programs under test.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
