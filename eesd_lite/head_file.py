@@ -162,7 +162,7 @@ def load_head(path: Path, config: ModelConfig, fingerprint: str | None = None, f
             prior = read_prior(metadata.get(ACCEPTANCE)) if fingerprint in (None, theirs) else NO_PRIOR
     except SafetensorError as error:
         raise HeadError(f"{path}: not a head file, or truncated ({error}); copy or train it again") from None
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, RecursionError) as error:
         raise HeadError(f"{path}: damaged head metadata ({error}); copy or train it again") from None
     return HeadTensors(exit_layer, shape, tensors, theirs, summary, dict(metadata), prior, draft_vocab)
 

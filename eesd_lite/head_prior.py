@@ -25,6 +25,7 @@ _STRIDE = 5  # their order: neighbours would leave the window of recent nodes to
 _NODE_WEIGHT = 40.0  # visited nodes that shift and slope weigh
 _TOGETHER = 80.0  # observations that all levels of chains weigh together, where that is more than each level's own
 _NEWTON = 30  # steps of fitting two numbers
+_MOST = 1e9  # no number in a head's file is larger: what follows from it would not be finite
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,10 @@ class HeadPrior:
 
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> HeadPrior:
-        """What `as_dict` made; ValueError and the like for anything else. Counts of other levels are left out."""
+        """What `as_dict` made; ValueError, KeyError and the like for anything else.
+
+        Counts by other edges of confidence are left out.
+        """
         if tuple(stored["edges"]) != EDGES:
             return NO_PRIOR
         found = {float(t): _belief(part) for t, part in stored["temperatures"].items()}
@@ -68,10 +72,10 @@ NO_PRIOR = HeadPrior({})
 
 
 def read_prior(text: str | None) -> HeadPrior:
-    """From a head's metadata; ValueError for what is damaged."""
+    """From a head's metadata; ValueError for what is damaged, whatever somebody else wrote there."""
     try:
         return NO_PRIOR if text is None else HeadPrior.of(json.loads(text))
-    except (KeyError, TypeError, AttributeError, AssertionError, OverflowError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"acceptance: {error}") from None
 
 
@@ -183,19 +187,22 @@ def _plain(belief: Belief) -> dict[str, Any]:
 
 
 def _belief(stored: Mapping[str, Any]) -> Belief:
+    kept, judged = (tuple(map(float, stored[name])) for name in ("kept", "judged"))
     rows = tuple(tuple(map(float, row)) for row in stored["following"])
-    chain = AcceptancePrior(
-        EDGES, tuple(map(float, stored["kept"])), tuple(map(float, stored["judged"])), rows, _TOGETHER
-    )
     nodes = tuple(tuple(map(float, node)) for node in stored["nodes"])
     tree = TreePrior(float(stored["shift"]), float(stored["slope"]), _three(stored["precision"]), nodes)
-    counts = [*chain.judged, *(value for row in rows for value in row)]
+    levels = len(EDGES) + 1
+    if [len(counts) for counts in (kept, judged, *rows)] != [levels] * (levels + 3):
+        raise ValueError("other levels of confidence than the edges make")
+    counts = [*judged, *(value for row in rows for value in row)]
+    # Written so that a number that is none fails too.
+    if not all(abs(number) <= _MOST for number in (*counts, *kept, *tree.precision, tree.shift, tree.slope)):
+        raise ValueError("a number that cannot be")
+    if min(counts) <= 0 or not all(0 <= some <= all_ for some, all_ in zip(kept, judged, strict=True)):
+        raise ValueError("counts that cannot be")
+    if not nodes or not all(nodes) or not all(0 <= confidence <= 1 for node in nodes for confidence in node):
+        raise ValueError("usual nodes that cannot be")
     aa, ab, bb = tree.precision
-    numbers = [*counts, *chain.kept, *tree.precision, tree.shift, tree.slope, *(c for node in nodes for c in node)]
-    if not all(map(math.isfinite, numbers)) or min(counts) <= 0 or not nodes or not all(nodes):
-        raise ValueError("acceptance: counts that cannot be")
-    if any(not 0 <= kept <= judged for kept, judged in zip(chain.kept, chain.judged, strict=True)):
-        raise ValueError("acceptance: more kept than judged")
     if aa <= 0 or aa * bb <= ab * ab:
-        raise ValueError("acceptance: a precision that cannot be")
-    return Belief(chain, tree)
+        raise ValueError("a precision that cannot be")
+    return Belief(AcceptancePrior(EDGES, kept, judged, rows, _TOGETHER), tree)

@@ -85,10 +85,16 @@ def test_counts_by_other_levels_are_left_out() -> None:
         (("temperatures", "0.0", "judged", 0), 0),
         (("temperatures", "0.0", "following", 3, 3), 0),
         (("temperatures", "0.0", "following", 3), [1]),
+        (("temperatures", "0.0", "judged"), [1e308] * 8),
+        (("temperatures", "0.0", "following"), [[1] * 8] * 8),
         (("temperatures", "0.0", "precision"), [1, 5, 1]),
+        (("temperatures", "0.0", "precision"), [1e200, 0, 1e200]),
         (("temperatures", "0.0", "precision"), [1, 2]),
         (("temperatures", "0.0", "nodes"), []),
         (("temperatures", "0.0", "nodes"), [[]]),
+        (("temperatures", "0.0", "nodes", 0, 0), 1.5),
+        (("temperatures", "0.0", "nodes", 0, 0), -0.1),
+        (("temperatures", "0.0", "nodes", 0, 0), math.nan),
         (("temperatures", "0.0", "shift"), "x"),
         (("temperatures", "0.0", "slope"), math.inf),
         (("temperatures", "0.0"), 3),
@@ -103,8 +109,14 @@ def test_damaged_counts_are_refused_with_one_kind_of_error(place: tuple[Any, ...
     for key in place[:-1]:
         inner = inner[key]
     inner[place[-1]] = value
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"^acceptance: [^\n]+$"):
         read_prior(json.dumps(stored))
+
+
+@pytest.mark.parametrize("text", ["", "[", "null", "3", "[]", "{}", '"x"', "[" * 100_000])
+def test_metadata_that_is_nothing_of_the_kind_is_refused_with_the_same_kind_of_error(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^acceptance: [^\n]+$"):
+        read_prior(text)
 
 
 @pytest.mark.parametrize("spec", ["calibrated", "beta", "tree"])
