@@ -17,8 +17,9 @@ from torch import Tensor
 
 from eesd_lite.cache import Rows
 from eesd_lite.config import ModelConfig
-from eesd_lite.controller import Controller, LearnsDraftTime, PlanCosts, plan_controller
+from eesd_lite.controller import Controller, LearnsDraftTime
 from eesd_lite.controllers_tree import TreeController
+from eesd_lite.conversation_controller import ConversationController
 from eesd_lite.diagnose import first_break
 from eesd_lite.drafters import drafter_factory
 from eesd_lite.emitter import Emitter, TokenEvent
@@ -30,7 +31,7 @@ from eesd_lite.params import SamplingParams
 from eesd_lite.placement import Plan
 from eesd_lite.prefix_file import read_prefix, write_prefix
 from eesd_lite.progress import Progress, no_progress
-from eesd_lite.prompt import prompt_ids
+from eesd_lite.prompt import prompt_ids, shared_length
 from eesd_lite.sampling import Sampler
 from eesd_lite.several_heads import SeveralHeads
 from eesd_lite.speculative import Drafter, Round, accept, crop, keep_prefix, verify
@@ -74,10 +75,7 @@ class Engine:
         self.last_round: Round | None = None
         self._closed = False
         self._open: weakref.ref[Generator[TokenEvent, None, None]] | None = None
-        self._costs = PlanCosts()
-        self._last_prompt: list[int] | None = None  # of the conversation that the controller knows
-        self._temperature = 0.0  # of that conversation's beginning: what is believed of the head depends on it
-        self.set_controller(controller)
+        self._controllers = ConversationController(controller, {head.exit_layer: head.prior for head in self.heads})
 
     @classmethod
     def from_pretrained(
@@ -144,51 +142,34 @@ class Engine:
 
     def set_controller(self, spec: str) -> None:
         """Decide anew how much is drafted; forgets what was learned and (`off` keeps no head cache) the prefix."""
-        self.controller_spec = spec
-        self._controller = self._fresh_controller()
-        self._keeps_learning = False
+        self._controllers.set(spec)
         self.reset()
-
-    def _fresh_controller(self) -> Controller | TreeController:
-        """Knows the plan's costs and, where a head's file says it, how often that head was right."""
-        beliefs = {head.exit_layer: head.prior.at(self._temperature) for head in self.heads}
-        return plan_controller(self.controller_spec, self._costs, beliefs)
 
     @property
     def controller(self) -> Controller | TreeController:
-        """What decides now. The engine's own begins anew with every conversation; one that is assigned stays (a warm
-        start) until `set_controller`."""
-        return self._controller
+        """What decides now: anew with every conversation, or the one that was assigned, until `set_controller`."""
+        return self._controllers.current
 
     @controller.setter
     def controller(self, controller: Controller | TreeController) -> None:
-        self._controller, self._keeps_learning = controller, True
+        self._controllers.current = controller
+
+    @property
+    def controller_spec(self) -> str:
+        """The name that was asked for."""
+        return self._controllers.spec
 
     def reset(self) -> None:
         """Forget the cached prefix, and with it the conversation; ends a generation that is still open."""
         self._end_open()
         self._forget_tokens(0)
-        self._forget_conversation()
+        self._controllers.forget()
 
     def _forget_tokens(self, count: int) -> None:
         """The caches hold the first `count` tokens and no others."""
         self._cached = self._cached[:count]
         for head in self.heads:
             head.forget_from(count)
-
-    def _forget_conversation(self) -> None:
-        if self._last_prompt is not None and not self._keeps_learning:
-            self._controller = self._fresh_controller()
-        self._last_prompt = None
-
-    def _continue_or_begin(self, ids: list[int], temperature: float) -> None:
-        """A prompt that goes on from the last one is the conversation's next turn; any other begins a new one."""
-        last = self._last_prompt
-        begins = last is None or not (len(ids) > len(last) and ids[: len(last)] == last)
-        if begins and (last is not None or temperature != self._temperature) and not self._keeps_learning:
-            self._temperature = temperature
-            self._controller = self._fresh_controller()
-        self._last_prompt = ids
 
     def _end_open(self) -> None:
         """There is one cache: whoever begins anew ends an earlier generation, as if its iterator had been closed."""
@@ -235,7 +216,7 @@ class Engine:
         params = params if params is not None else SamplingParams()
         ids = self._check(prompt)
         self._end_open()
-        self._continue_or_begin(ids, params.temperature)
+        self._controllers.continue_or_begin(ids, params.temperature)
         run = self._run(ids, params, progress)
         self._open = weakref.ref(run)
         return run
@@ -302,14 +283,11 @@ class Engine:
         """Pass the part of the prompt that the cache lacks through all layers, in one sweep; the first new token."""
         started = self.clock()
         target, stats = self.target, self.stats
-        shared = 0
-        while shared < min(len(self._cached), len(ids) - 1) and self._cached[shared] == ids[shared]:
-            shared += 1
+        shared = min(shared_length(self._cached, ids), len(ids) - 1)
         self._forget_tokens(shared)
         rows = Rows.chain(shared, len(ids) - shared, target.device)
         before = target.bank.streamed_bytes
-        if drafter is not None:
-            self._several.begin_prompt()
+        self._several.begin_prompt(drafts=drafter is not None)
         hidden = target.lower(target.embed(ids[shared:]), rows, progress)
         if drafter is not None:
             keep_prefix(drafter, hidden, rows)

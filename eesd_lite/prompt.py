@@ -1,4 +1,4 @@
-"""What `Engine.generate` is given, checked before anything runs."""
+"""What `Engine.generate` is given, checked before anything runs, and how much of it is known already."""
 
 from __future__ import annotations
 
@@ -25,3 +25,8 @@ def prompt_ids(prompt: str | Sequence[int], text: TextCodec, config: ModelConfig
             "shorten it or load the model with a larger --context"
         )
     return ids
+
+
+def shared_length(cached: Sequence[int], ids: Sequence[int]) -> int:
+    """How many tokens at the beginning are the same in both."""
+    return next((n for n, (a, b) in enumerate(zip(cached, ids, strict=False)) if a != b), min(len(cached), len(ids)))

@@ -33,10 +33,10 @@ class SeveralHeads:
         self._heads = {head.exit_layer: head for head in heads}
         self._states: dict[int, list[Tensor]] = {}
 
-    def begin_prompt(self) -> None:
-        """The prompt's pass: every head but the deepest keeps what passes its exit."""
+    def begin_prompt(self, drafts: bool) -> None:
+        """The prompt's pass, split at the deepest exit; where rounds will draft, the other heads keep what passes."""
         self.end()
-        if len(self._heads) > 1:
+        if drafts and len(self._heads) > 1:
             self._target.passed = lambda exit_layer, hidden, rows: keep_prefix(self._heads[exit_layer], hidden, rows)
 
     def begin_round(self, controller: Controller | TreeController, limit: int) -> None:

@@ -15,6 +15,7 @@ from eesd_lite import SamplingParams
 from eesd_lite.cache import Rows
 from eesd_lite.controller import make_controller
 from eesd_lite.engine import Engine
+from eesd_lite.errors import EesdError
 from eesd_lite.sampling import Choice
 from tests.puppets import Puppet, at_random, drafting, ids_of, plain_ids, right, right_for, wrong
 from tests.readers import WatchedReader
@@ -141,6 +142,15 @@ def test_a_controller_that_is_handed_over_stays_until_another_is_asked_for(engin
     ids_of(engine, PROMPT, params())
     engine.reset()
     assert engine.controller is not mine
+
+
+def test_a_controller_that_does_not_exist_changes_nothing(engine_of: EngineOf) -> None:
+    engine = engine_of(SPEC, **OFFLOADED)
+    engine.set_controller("fixed:2")
+    before = engine.controller
+    with pytest.raises(EesdError, match="nonsense"):
+        engine.set_controller("nonsense")
+    assert (engine.controller_spec, engine.controller) == ("fixed:2", before)
 
 
 def test_an_explicit_length_is_kept_whatever_was_learned_before(engine_of: EngineOf) -> None:

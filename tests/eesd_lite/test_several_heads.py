@@ -155,6 +155,16 @@ def test_ctrl_c_between_any_two_layers_leaves_every_head_with_what_was_emitted(e
             check_aftermath(engine, emitted, expected)
 
 
+def test_what_an_interruption_left_set_for_a_round_does_not_last_into_plain_decoding(engine_of: EngineOf) -> None:
+    engine = engine_of(SPEC, **OPTIONS)
+    expected = plain_ids(engine, PROMPT, params())
+    engine.controller = SwitchingExits([(1, 2)])
+    engine._several.begin_round(engine.controller, 4)  # and then Ctrl-C, once more while the first was dealt with
+    assert engine.target.exit_layer == 1
+    assert plain_ids(engine, PROMPT, params()) == expected
+    assert engine.target.exit_layer == 4 and engine.target.passed is None
+
+
 @pytest.mark.parametrize("count", [1, 4, 9])
 def test_a_generation_that_ends_early_leaves_every_head_with_what_was_emitted(engine_of: EngineOf, count: int) -> None:
     engine = engine_of(SPEC, **OPTIONS)
