@@ -41,10 +41,15 @@ def check_exit(exit_layer: ExitWish, head: str | Path | None) -> None:
 
 
 def split_exits(exit_layer: ExitWish) -> tuple[int | str | None, tuple[int, ...]]:
-    """The deepest exit, or what was said instead, and the others ascending; EesdError for one that is named twice."""
+    """The deepest exit, or what was said instead, and the others ascending.
+
+    EesdError for one that is named twice, and for what is no number of layers.
+    """
     if exit_layer is None or isinstance(exit_layer, (int, str)):
         return exit_layer, ()
-    exits = sorted(exit_layer)
+    if not isinstance(exit_layer, Sequence) or not all(isinstance(one, int) for one in exit_layer):
+        raise EesdError(f"exit_layer must be a number of layers, several of them, or '{AUTO}', not {exit_layer!r}")
+    exits = sorted(int(one) for one in exit_layer)
     twice = [one for one, other in zip(exits, exits[1:], strict=False) if one == other]
     if twice:
         raise EesdError(f"exit layer {twice[0]} is named twice; name every exit once")

@@ -188,6 +188,16 @@ def _entries(engine: Engine, tokens: int) -> list[Tensor]:
     return [tensor[:, :tokens].clone() for pair in pairs for tensor in pair]
 
 
+def assert_rounds_left_fresh_caches(
+    engine: Engine, seen: Sequence[tuple[list[int], list[Tensor]]], reference: list[Tensor]
+) -> None:
+    """`seen` (from `watched_rounds`): every cache after every round has the beginning of `reference`, bit for bit."""
+    assert seen and len(reference) == 2 * (engine.config.num_hidden_layers + len(engine.heads))
+    for held, found in seen:
+        for number, (a, b) in enumerate(zip(found, reference, strict=True)):
+            assert torch.equal(a, b[:, : len(held)]), f"tensor {number} after {len(held)} tokens"
+
+
 def assert_caches_are_those_of(engine: Engine, ids: Sequence[int], found: list[Tensor]) -> None:
     """`found` (from `caches`) equals a fresh prefill of `ids`, bit for bit."""
     fresh = fresh_caches(engine, ids)

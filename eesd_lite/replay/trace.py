@@ -124,7 +124,10 @@ def read_arrays(path: Path, make: Callable[[Mapping[str, Array]], Made]) -> Made
         raise TraceError(f"{path}: {error}") from None
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror or 'not a trace file'}; `eesd trace` records one") from None
-    except (KeyError, ValueError, IndexError, AssertionError, AttributeError, zipfile.BadZipFile, EOFError):
+    except (
+        KeyError, ValueError, TypeError, IndexError, AssertionError, AttributeError, RecursionError,
+        zipfile.BadZipFile, EOFError,
+    ):  # fmt: skip
         raise TraceError(f"{path}: not a trace, or damaged; `eesd trace` records one") from None
 
 

@@ -6,12 +6,13 @@ import json
 import struct
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from eesd_lite.engine import Engine
 from eesd_lite.errors import BudgetError, EesdError, HeadError
-from eesd_lite.exit_choice import choose_exit, settle_exit
+from eesd_lite.exit_choice import check_exit, choose_exit, settle_exit
 from eesd_lite.head_list import FORMAT, ON_ANSWERS, HeadFacts, expected_shares, read_head_facts
 from eesd_lite.params import SamplingParams
 from eesd_lite.plan_cost import Rates
@@ -170,6 +171,12 @@ def test_wishes_that_leave_no_choice_are_refused() -> None:
 
 
 SLOW = Rates(link=None, disk=20 * 10**6, device=20 * 10**9, layer_time=100, token_time=500, row=0.35)
+
+
+@pytest.mark.parametrize("wish", [2.5, (10, "20"), [None], (10.0, 20), {10, 20}])
+def test_exit_layers_that_are_no_numbers_are_one_line(wish: Any) -> None:
+    with pytest.raises(EesdError, match="exit_layer must be a number of layers, several of them, or 'auto', not"):
+        check_exit(wish, None)
 
 
 @pytest.mark.real

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from tests.eesd_lite.test_trees import branching
 from tests.eesd_lite.test_waiting_states import ByRound, TreesByRound
 from tests.puppets import (
     assert_caches_are_those_of,
+    assert_rounds_left_fresh_caches,
     at_random,
     caches,
     drafting,
@@ -57,15 +57,6 @@ class SwitchingTrees(TreesByRound):
 
     def choose_exit(self, limit: int) -> int:
         return self._exits[(self._round + 1) % len(self._exits)]
-
-
-def assert_rounds_left_fresh_caches(
-    engine: Engine, seen: Sequence[tuple[list[int], list[torch.Tensor]]], reference: list[torch.Tensor]
-) -> None:
-    assert len(reference) == 2 * (SPEC.layers + len(EXITS))
-    for held, found in seen:
-        for number, (a, b) in enumerate(zip(found, reference, strict=True)):
-            assert torch.equal(a, b[:, : len(held)]), f"tensor {number} after {len(held)} tokens"
 
 
 SWITCHES = st.lists(st.tuples(st.sampled_from(EXITS), st.integers(0, 4)), min_size=1, max_size=7)

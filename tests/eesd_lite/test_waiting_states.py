@@ -26,6 +26,7 @@ from tests.eesd_lite.test_trees import branching
 from tests.puppets import (
     all_puppets,
     assert_caches_are_those_of,
+    assert_rounds_left_fresh_caches,
     at_random,
     caches,
     drafting,
@@ -139,9 +140,7 @@ def test_after_every_round_and_fill_the_cache_is_that_of_a_fresh_prefill(
     engine.controller = ByRound(lengths)
     with drafting(engine, at_random(seed, PROMPT + expected, engine.config.vocab_size)), watched_rounds(engine) as seen:
         assert ids_of(engine, PROMPT, chosen) == expected
-    for held, found in seen:
-        for number, (a, b) in enumerate(zip(found, reference, strict=True)):
-            assert torch.equal(a, b[:, : len(held)]), f"tensor {number} after {len(held)} tokens"
+    assert_rounds_left_fresh_caches(engine, seen, reference)
 
 
 def test_what_is_drafted_does_not_depend_on_when_the_cache_was_filled(engine_of: EngineOf) -> None:
@@ -167,8 +166,7 @@ def test_trees_between_plain_rounds_find_the_cache_of_a_fresh_prefill(engine_of:
     engine.controller = TreesByRound([0, 9, 0, 0, 5, 20, 0])
     with branching(engine, seed, PROMPT + expected), watched_rounds(engine) as seen:
         assert ids_of(engine, PROMPT, params(max_new_tokens=30)) == expected
-    for held, found in seen:
-        assert all(torch.equal(a, b[:, : len(held)]) for a, b in zip(found, reference, strict=True)), len(held)
+    assert_rounds_left_fresh_caches(engine, seen, reference)
 
 
 @pytest.mark.parametrize("controller", ["fixed:3", "tree:5"])
@@ -180,8 +178,7 @@ def test_look_ups_beside_the_head_leave_the_cache_of_a_fresh_prefill(engine_of: 
     engine.set_controller(controller)
     with watched_rounds(engine) as seen:
         assert ids_of(engine, prompt, params(max_new_tokens=30)) == expected
-    for held, found in seen:
-        assert all(torch.equal(a, b[:, : len(held)]) for a, b in zip(found, reference, strict=True)), len(held)
+    assert_rounds_left_fresh_caches(engine, seen, reference)
 
 
 @pytest.mark.parametrize("operation", ["attention", "rms_norm"])
