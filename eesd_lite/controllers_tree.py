@@ -30,7 +30,7 @@ _ASKING = 0.5  # share of a draft step of one node that is spent when the head w
 _RAMP = 4  # a tree may have so many times the nodes of the largest whose time is known, and so many more
 _REFUSAL = 4  # as for chains
 _EXPLORE_AGAIN = 1.0  # plain rounds that exploration may cost in a conversation on a plan whose costs are known
-_EXPLORE_SHARE, _EXPLORE_GRANT, _EXPLORE_MOST, _EXPLORE_EVERY = 0.01, 4.0, 10.0, 32  # as for chains
+_EXPLORE_SHARE, _EXPLORE_GRANT, _EXPLORE_MOST, _EXPLORE_EVERY = 0.01, 4.0, 10.0, 32  # as for chains; twice the grant
 
 
 class TreeController(ABC):
