@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,8 +92,9 @@ def measure(
     index = len(store.layouts) - 1
     layout = store.layouts[index]
     buffer = page_buffer(max(layout.nbytes for layout in store.layouts))
-    disk = _disk_rate(store, buffer)
-    BlobReader().read(store.path(index), buffer, layout.nbytes)
+    with closing(BlobReader()) as reader:
+        disk = _disk_rate(store, buffer, reader)
+        reader.read(store.path(index), buffer, layout.nbytes)
     blob = buffer if device.type == "cpu" else buffer.to(device)
     layer = DecoderLayer(config, ops, layout, blob, kernels)
     reach = layer_reaches(config, _ROWS, device)[index]
@@ -122,10 +124,10 @@ def measure(
     )  # fmt: skip
 
 
-def _disk_rate(store: PackedStore, buffer: torch.Tensor) -> int:
+def _disk_rate(store: PackedStore, buffer: torch.Tensor, reader: BlobReader) -> int:
     """Bytes a second of reading some layers, in parts side by side as the streamer does; the first read does not count,
     since it opens the file."""
-    reader, rates = BlobReader(), []
+    rates = []
     with ThreadPoolExecutor(reader.parallel) as threads:
         for index in range(min(_READS, len(store.layouts))):
             nbytes, path = store.layouts[index].nbytes, store.path(index)
@@ -133,7 +135,6 @@ def _disk_rate(store: PackedStore, buffer: torch.Tensor) -> int:
             started = time.perf_counter()
             list(threads.map(lambda cut: reader.read(path, buffer[cut[0] :], cut[1] - cut[0], cut[0]), _cuts(nbytes)))  # noqa: B023
             rates.append(nbytes / max(time.perf_counter() - started, 1e-9))
-    reader.close()
     return max(1, int(statistics.median(rates)))
 
 

@@ -7,6 +7,7 @@ one layer. Called once by `Engine.from_pretrained`.
 from __future__ import annotations
 
 import hashlib
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 import torch
@@ -166,7 +167,8 @@ def rates_for(
     host = _host_place(checkpoint, config, options, layer_reaches(config, max(ROWS)), progress)
     layout = host.store.layouts[-1]
     blob = page_buffer(layout.nbytes)
-    BlobReader().read(host.store.path(len(host.store.layouts) - 1), blob, layout.nbytes)
+    with closing(BlobReader()) as reader:
+        reader.read(host.store.path(len(host.store.layouts) - 1), blob, layout.nbytes)
     slot, source = CudaSlot(layout.nbytes, device, torch.cuda.Stream(device), None), pin(blob)
 
     def copy() -> None:
