@@ -151,7 +151,8 @@ def make_command(open_engine: OpenEngine = open_engine) -> click.Command:
     )
     @click.option("--plan-file", metavar="FILE", help="Repeat the placement in this file, or write it there.")
     @click.option("--resident-layers", type=click.IntRange(min=0), metavar="N", help="Keep N layers in memory.")
-    @click.option("--exit-layer", type=ExitLayer(), metavar="N|N,M|auto", help="Draft with the layers before N.")
+    @click.option("--exit-layer", type=ExitLayer(), metavar="N|N,M|auto",
+                  help="Draft with the layers before N; N,M: by turns; auto: where it promises most.")  # fmt: skip
     @click.option(
         "--controller",
         default="calibrated",
