@@ -2,7 +2,8 @@
 
 A chain of k tokens has one number; a tree has two: its nodes, which the sweep verifies, and the draft steps it was
 grown in. The model is a start, a price per step and a convex price of nodes (slopes change at NODE_KNEES), fitted by
-least squares with forgetting and no negative prices. What was not seen yet costs nothing, so that it gets tried.
+least squares with forgetting and no negative prices. What was not seen yet, or not for long, costs nothing, so that it
+gets tried.
 Plain Python; reads no clock. Used by `eesd_lite.controllers_tree`.
 """
 
@@ -15,6 +16,7 @@ _OUTLIER = 3.0  # a round that took more than this many times what was expected 
 _TRUSTED_ROUNDS = 3  # before so many rounds nothing is called an outlier
 _SWEEPS = 20  # of coordinate descent after each round; it starts from the last solution, ...
 _PLAIN_SWEEPS = 3  # ... which a round without a draft moves little, and such rounds are short
+_STALE = 0.05  # rounds' worth of belief that a price is nothing: what was not seen for long is tried again
 _RIDGE = 1e-3  # relative to a feature's own weight: shares out the cost of features that only occur together
 
 
@@ -62,12 +64,13 @@ class TreeCosts:
 
     def _solve(self, sweeps: int) -> None:
         """Coordinate descent for non-negative least squares."""
+        stale = _STALE / max(self._prices[0], 1e-9) ** 2
         for _ in range(sweeps):
             for i, row in enumerate(self._gram):
                 if row[i] <= 0.0:
                     continue
                 rest = sum(g * price for g, price in zip(row, self._prices, strict=True)) - row[i] * self._prices[i]
-                ridge = _RIDGE * row[i] if i else 0.0
+                ridge = _RIDGE * row[i] + stale if i else 0.0
                 self._prices[i] = max(0.0, (self._moment[i] - rest) / (row[i] + ridge))
 
 
