@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -50,6 +51,16 @@ class Rate(Size):
         return rate
 
 
+class Number(click.FloatRange):
+    """A number within bounds; nan is in none, and infinity is no number."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{number} is not in the range {self._describe_range()}", param, ctx)
+        return number
+
+
 class ExitLayer(click.ParamType):
     """A number of layers, several, or `auto`."""
 
@@ -63,12 +74,14 @@ class ExitLayer(click.ParamType):
             return value
         text = value.strip().lower()
         if "," in text:
-            return tuple(self._number(part.strip(), max(self.least, 1), param, ctx) for part in text.split(","))
-        return AUTO if text == AUTO else self._number(text, self.least, param, ctx)
+            return tuple(self._number(part.strip(), 1, param, ctx, "no") for part in text.split(","))
+        return AUTO if text == AUTO else self._number(text, self.least, param, ctx, "neither auto nor a")
 
-    def _number(self, text: str, least: int, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if not (text.isascii() and text.isdigit() and len(text) < 6) or int(text) < least:
-            self.fail(f"{text!r} is neither auto nor a number of layers from {least} on", param, ctx)
+    def _number(
+        self, text: str, least: int, param: click.Parameter | None, ctx: click.Context | None, words: str
+    ) -> int:
+        if not (text.isascii() and text.isdigit() and len(text) < 20) or int(text) < least:
+            self.fail(f"{text!r} is {words} number of layers from {least} on; write 20, 10,20 or auto", param, ctx)
         return int(text)
 
 
@@ -99,7 +112,10 @@ class DraftTokens(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
         if isinstance(value, str) and value.strip().lower() == ALL:
             return ALL
-        return int(click.IntRange(min=SMALLEST).convert(value, param, ctx))
+        text = str(value).strip()
+        if not (text.isascii() and text.isdigit() and len(text) < 20) or int(text) < SMALLEST:
+            self.fail(f"{text!r} is neither {ALL} nor a number of tokens from {SMALLEST} on", param, ctx)
+        return int(text)
 
 
 class HeadBits(click.ParamType):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cli.common import ExitLayer, Rate, Size, draft_vocab_option, head_bits_option, reports_errors
+from cli.common import ExitLayer, Number, Rate, Size, draft_vocab_option, head_bits_option, reports_errors
 from eesd_lite.exit_choice import AUTO
 from eesd_lite.tiers import HOST_MODES
 from eesd_lite.units import format_size
@@ -43,9 +43,11 @@ class Agreements(click.ParamType):
         for part in value.split(","):
             layer, _, share = part.partition("=")
             try:
-                found[int(layer)] = float(share)
+                twice, found[int(layer)] = int(layer) in found, float(share)
             except ValueError:
                 self.fail(f"cannot read {part.strip()!r}; write for example 13=0.53,26=0.7", param, ctx)
+            if twice:
+                self.fail(f"exit layer {int(layer)} is named twice", param, ctx)
             if int(layer) < 1 or not 0 <= float(share) <= 1:
                 self.fail(f"{part.strip()!r}: layers count from 1, an agreement is from 0 to 1", param, ctx)
         return tuple(sorted(found.items()))
@@ -82,9 +84,9 @@ class Agreements(click.ParamType):
               help="For auto: a pass through a layer beside that.")  # fmt: skip
 @click.option("--token-time", type=click.IntRange(min=0), default=500, show_default=True, metavar="MICROSECONDS",
               help="For auto: a token, drafted or emitted, beside products.")  # fmt: skip
-@click.option("--row", type=click.FloatRange(0, 1), metavar="SHARE",
+@click.option("--row", type=Number(0, 1), metavar="SHARE",
               help="For auto: what one more row of a pass takes, of one.  [default: 0.3, a card 0]")  # fmt: skip
-@click.option("--tau", type=click.FloatRange(min=1), default=2.3, show_default=True, help="Tokens per sweep.")
+@click.option("--tau", type=Number(min=1), default=2.3, show_default=True, help="Tokens per sweep.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @reports_errors
 def plan(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cli.bench import Names
-from cli.common import Rate, reports_errors
+from cli.common import Number, Rate, reports_errors
 from cli.render import ProgressDisplay
 from eesd_lite.progress import Progress, no_progress
 from eesd_lite.units import format_size
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
     show_default=True,
     help="The recorded head, or look-ups in the same texts without a head.",
 )
-@click.option("--noise", type=click.FloatRange(0, 1), default=0.03, show_default=True, help="Of the seconds they see.")
+@click.option("--noise", type=Number(0, 1), default=0.03, show_default=True, help="Of the seconds they see.")
 @click.option("--seeds", type=click.IntRange(min=1), default=3, show_default=True, help="Runs of what draws lots.")
 @click.option("--scale", metavar="SHAPE@PRESET", help="A trace of trees under the costs of llama-2-70b@24gb, say.")
 @click.option("--link-rate", type=Rate(), help="With --scale: host to device, a second.  [default: 25GB]")
 @click.option("--device-rate", type=Rate(), help="With --scale: the card's memory, a second.  [default: by preset]")
-@click.option("--device-tflops", type=click.FloatRange(0, min_open=True), help="With --scale.  [default: by preset]")
-@click.option("--layer-time", type=click.FloatRange(min=0), metavar="MICROSECONDS",
+@click.option("--device-tflops", type=Number(0, min_open=True), help="With --scale.  [default: by preset]")
+@click.option("--layer-time", type=Number(min=0), metavar="MICROSECONDS",
               help="With --scale: launching one layer's kernels.  [default: 100]")  # fmt: skip
 @click.option("--json", "json_only", is_flag=True, help="Nothing but the JSON object: no progress, no table.")
 @reports_errors

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cli.common import quantize_option, reports_errors, weights_option
+from cli.common import Number, quantize_option, reports_errors, weights_option
 from cli.render import ProgressDisplay
 from eesd_lite.progress import Progress, no_progress
 from eesd_lite.units import format_size
@@ -60,13 +60,13 @@ class Layers(click.ParamType):
 )
 @click.option(
     "--epochs",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Number(min=0, min_open=True),
     metavar="N",
     help=f"Passes over the text.  [default: {EPOCHS:g}]",
 )
 @click.option(
     "--minutes",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Number(min=0, min_open=True),
     metavar="N",
     help="Time for each head, instead of --epochs.",
 )

@@ -17,7 +17,7 @@ from eesd_lite.controller import draft_limit_for
 from eesd_lite.draft_vocabulary import DraftVocabulary, most_frequent
 from eesd_lite.draft_weights import DraftWeights, usual_bits
 from eesd_lite.drafter_names import check_drafter
-from eesd_lite.errors import EesdError
+from eesd_lite.errors import BudgetError, EesdError
 from eesd_lite.exit_choice import ExitTable, ExitWish, check_exit, split_exits
 from eesd_lite.exit_head import ExitHead
 from eesd_lite.exit_opening import settle
@@ -43,7 +43,7 @@ from eesd_lite.sizing import kernel_for
 from eesd_lite.streamer import Reader
 from eesd_lite.target import Target
 from eesd_lite.text import TextCodec
-from eesd_lite.tiers import HOST_MODES
+from eesd_lite.tiers import HOST_MODES, leading_device_layers
 from eesd_lite.units import device_memory_size, parse_size
 from quant.checkpoint import Checkpoint
 
@@ -141,7 +141,12 @@ def open_parts(model: str | Path, asked: EngineOptions, reader: Reader | None, p
     wish = "off" if asked.drafter == "ngram" else asked.head
     saved = None if asked.plan_file is None else Path(asked.plan_file)
     if saved is not None and saved.exists():
-        options = replace(options, tiers=read_tiers(saved, layers=config.num_hidden_layers, kernels=kernels.key))
+        tiers = read_tiers(saved, layers=config.num_hidden_layers, kernels=kernels.key)
+        first = leading_device_layers(tiers)
+        if options.resident_layers not in (None, first):
+            asked_for = f"{options.resident_layers} were asked for"
+            raise BudgetError(f"{saved}: a plan with {first} resident layers, but {asked_for}; remove it to plan anew")
+        options = replace(options, tiers=tiers)
     deepest, others = split_exits(asked.exit_layer)
     settled, wish = settle(
         source, checkpoint, config, store, options, ops, kernels, exit_layer=deepest, head=wish, saved=saved,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from eesd_lite.config import ModelConfig, RopeScaling
 from eesd_lite.draft_weights import DraftWeights, usual_bits
-from eesd_lite.errors import EesdError
+from eesd_lite.errors import EesdError, HeadError, ModelError
 from eesd_lite.exit_choice import AUTO, ExitTable, ExitWish, settle_exit, split_exits
 from eesd_lite.head_list import ON_ANSWERS, expected_shares, heads_at_hand, usual_exit
 from eesd_lite.packed_beside import packed_beside
@@ -152,9 +152,16 @@ def _planned(
     kernel = _storage(wishes)[0]
     draft = DraftWeights(usual_bits(kernel) if wishes.head_bits is None else wishes.head_bits, wishes.draft_vocab)
     draft.check(config.vocab_size)
+    supposed = {exit_layer: ON_ANSWERS * share for exit_layer, share in wishes.agreements}
+    deepest, others = split_exits(wishes.exit_layer)
+    named = [layer for layer in (deepest, *supposed) if isinstance(layer, int)]
+    if named and max(named) >= (layer_count := config.num_hidden_layers):
+        words = f"this model has {layer_count} layers, exits are 1 to {layer_count - 1}"
+        raise ModelError(f"exit layer {max(named)}: {words}")
+    if wishes.exit_layer == AUTO and not heads | supposed:
+        raise HeadError(f"{name}: {AUTO} chooses among exit heads, and there are none; see eesd train or --agreement")
     notes: list[str] = []
     third = max(1, config.num_hidden_layers // 3)
-    deepest, others = split_exits(wishes.exit_layer)
     asked = deepest if isinstance(deepest, int) else default
     exit_layer = third if asked is None else asked
     request = replace(
@@ -171,7 +178,6 @@ def _planned(
     capable = draft_capable(request) if exit_layer else range(0)
     exits = None
     if wishes.exit_layer == AUTO or default is not None:
-        supposed = {exit_layer: ON_ANSWERS * share for exit_layer, share in wishes.agreements}
         settled = settle_exit(request, heads | supposed, wishes.rates, default=default)
         exit_layer, exits = settled.exit_layer or 0, settled.table
         notes += settled.notes

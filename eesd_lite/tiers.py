@@ -110,8 +110,8 @@ def resident_choices(request: PlanRequest, exit_layer: int | None) -> range:
     if request.tiers is not None:
         first = leading_device_layers(request.tiers)
         return range(first, first + 1) if first >= (exit_layer or 0) else range(0)
-    if request.resident_layers is not None:
-        return range(request.resident_layers, request.resident_layers + 1)
+    if request.resident_layers is not None:  # more than there are: none; make_plan refuses that
+        return range(request.resident_layers, min(request.resident_layers, len(request.layer_bytes)) + 1)
     return range(exit_layer or 0, len(request.layer_bytes) + 1)
 
 

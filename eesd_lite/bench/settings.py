@@ -99,7 +99,9 @@ class BenchSettings:
         if self.exit_layer != AUTO:
             return
         if not self.drafts or self.drafter == "ngram":
-            raise EesdError("--exit-layer auto compares exits by drafting; name a controller that drafts from a head")
+            raise EesdError(
+                "--exit-layer auto compares exits by drafting; name a controller and a drafter that use a head"
+            )
         if self.throttle is not None and self.throttle.bytes_per_second is None:
             raise EesdError("--throttle sweep=... is a rate for one exit; with --exit-layer auto name a rate: 800MB/s")
 

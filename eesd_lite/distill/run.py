@@ -92,6 +92,7 @@ def train_heads(request: TrainRequest, progress: Progress = no_progress) -> list
     folder = resolve_model(request.model, progress).folder
     config = ModelConfig.from_folder(folder)
     check_exit_layers(request.exit_layers, config)
+    _check_start(request, folder, config)
     cache_folder = request.cache or Path(request.out) / "states"
     if accelerator.is_main_process and request.cache is None:
         write_states(request, folder, config, cache_folder, progress)
@@ -130,6 +131,17 @@ def check_exit_layers(exit_layers: Sequence[int], config: ModelConfig) -> None:
             raise PrepareError(
                 f"exit layer {exit_layer} is not possible; this model allows 1 to {config.num_hidden_layers - 1}"
             )
+
+
+def _check_start(request: TrainRequest, folder: Path, config: ModelConfig) -> None:
+    """Refuses heads to start from before text is written for them, which may take an hour."""
+    if request.start is None:
+        return
+    if request.start.resolve() == Path(request.out).resolve():
+        raise PrepareError(f"{request.start}: the heads to start from would be overwritten; give another --out")
+    fingerprint = states_fingerprint(folder, config, request.quantize, request.weights).split("-")[0]
+    for exit_layer in request.exit_layers:
+        load_head(request.start / head_name(exit_layer), config, fingerprint)
 
 
 def write_states(

@@ -107,8 +107,8 @@ def test_exits_that_cannot_draft_are_left_out_with_the_reason(clock: list[float]
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"controllers": ("off",)}, "name a controller that drafts"),
-        ({"drafter": "ngram"}, "name a controller that drafts"),
+        ({"controllers": ("off",)}, "name a controller and a drafter"),
+        ({"drafter": "ngram"}, "name a controller and a drafter"),
         ({"head": "random"}, "name one with --head random"),
         ({"throttle": Throttle(draft_steps_per_sweep=40)}, "name a rate"),
         ({"exit_layer": "deep"}, "not 'deep'"),

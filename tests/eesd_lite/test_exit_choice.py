@@ -102,6 +102,11 @@ def test_a_card_verifies_many_rows_for_the_price_of_one_unless_it_is_said_otherw
     assert choose_exit(card, {4: 0.72}, stated).plain.round_seconds == pytest.approx(900 / 400e9)
 
 
+def test_more_resident_layers_than_there_are_leave_no_exit_to_choose() -> None:
+    table = choose_exit(replace(REQUEST, resident_layers=9), HEADS, rates(disk=100))
+    assert table.chosen is None and all(row.note == "does not fit" for row in table.rows)
+
+
 def test_what_cannot_be_chosen_says_why() -> None:
     tight = replace(REQUEST, resident_layers=None, device_memory=650)
     table = choose_exit(tight, {2: None, 3: 1.0, 5: 1.0}, rates(disk=10))

@@ -80,7 +80,7 @@ def test_every_point_has_every_contender_with_the_ids_of_plain_decoding_under_a_
 def test_n_grams_take_part_without_an_exit_layer_and_each_once() -> None:
     settings = OffloadSettings(model="x", memories=(MEMORY,), drafters=("ngram", "head", "ngram"))
     assert settings.sources == (("ngram", None),)
-    assert replace(settings, exit_layers=(2, 4)).sources == (("ngram", None), ("head", 2), ("head", 4))
+    assert replace(settings, exit_layers=(2, 4, 2)).sources == (("ngram", None), ("head", 2), ("head", 4))
     assert replace(settings, controllers=("off",)).sources == ()
 
 
@@ -132,6 +132,7 @@ def test_pictures_are_drawn_from_the_report_alone(report: dict[str, Any], tmp_pa
         (["--memory", "64MiB", "--exit-layers", "ten"], "'ten' is not a layer number"),
         (["--memory", "64MiB", "--exit-layers", "2", "--controllers", "off"], "without a controller that drafts"),
         (["--memory", "64MiB", "--drafter", "head,tail"], "drafter must be one of head, ngram, both, not 'tail'"),
+        (["--memory", "64MiB", "--draft-vocab", "all", "--head-bits", "16"], "set head_bits 8 or 4 with it"),
         (["--memory", "64MiB", "--drafter", "both"], "--drafter both needs layers to draft at"),
     ],
 )

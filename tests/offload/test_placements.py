@@ -126,6 +126,8 @@ def test_a_saved_plan_is_repeated_and_refused_for_another_model_or_kernel(tiny_o
     assert sorted(file.name for file in tmp_path.iterdir()) == ["plan.json"]
     with tiny.engine(**DRAFTS, plan_file=path) as second:
         assert second.plan.tiers == tiers == (DEVICE,) * 3 + (DISK,) * 3
+    with pytest.raises(BudgetError, match="plan.json: a plan with 3 resident layers, but 4 were asked for"):
+        tiny.engine(**DRAFTS, resident_layers=4, plan_file=path)
     with pytest.raises(BudgetError, match="plan.json: made for kernels .* this run has"):
         tiny.engine(**DRAFTS, dtype="float32", plan_file=path)
     with pytest.raises(BudgetError, match="plan.json: a plan for 6 layers; this model has 7"):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from eesd_lite.bench.settings import PLAIN
 from eesd_lite.controller import any_controller, draft_limit_for
+from eesd_lite.draft_weights import DraftWeights
 from eesd_lite.drafter_names import NGRAM, check_drafter
 from eesd_lite.errors import EesdError
 from eesd_lite.units import parse_size
@@ -53,6 +54,7 @@ class OffloadSettings:
             raise EesdError(f"--memory: give one size or more, each above {MARGIN >> 20} MiB")
         for name in self.drafters:
             check_drafter(name)
+        DraftWeights(8 if self.head_bits is None else self.head_bits, self.draft_vocab).check()
         if len(self.exit_layers) > 0 and self.drafting == ():
             raise EesdError("--exit-layers without a controller that drafts; name one with --controllers")
         if "both" in self.drafters and not self.exit_layers:
@@ -69,8 +71,9 @@ class OffloadSettings:
     def sources(self) -> tuple[tuple[str, int | None], ...]:
         """Who drafts, and at which layer: each once, None for n-grams, which need none."""
         found: list[tuple[str, int | None]] = []
+        layers = dict.fromkeys(self.exit_layers)
         for drafter in dict.fromkeys(self.drafters):
-            found += [(drafter, None)] if drafter == NGRAM else [(drafter, layer) for layer in self.exit_layers]
+            found += [(drafter, None)] if drafter == NGRAM else [(drafter, layer) for layer in layers]
         return tuple(found) if self.drafting else ()
 
     @property

@@ -166,7 +166,10 @@ def test_a_finished_head_is_trained_further_and_only_by_its_own_model(
     assert all(torch.equal(same[name], old[name]) for name in old), unmoved
     assert not torch.equal(new["affine.weight"], old["affine.weight"])
     with pytest.raises(HeadError, match="no such head file"):
-        train_heads(replace(onward, out=tmp_path / "d", exit_layers=(1,)))
+        train_heads(replace(onward, cache=None, out=tmp_path / "d", exit_layers=(1,)))
+    assert not (tmp_path / "d").exists()  # said before any text is written
+    with pytest.raises(PrepareError, match="the heads to start from would be overwritten"):
+        train_heads(replace(onward, out=tmp_path / "a"))
     head = load_head(first.path, tiny.config)
     save_head(first.path, head.tensors, config=tiny.config, exit_layer=3, fingerprint="f" * 64, summary=head.summary)
     with pytest.raises(HeadError, match="made for another target"):
