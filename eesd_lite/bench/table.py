@@ -115,5 +115,7 @@ def _align(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _exits(plan: Any) -> str:
+    if plan["exit_layer"] is None:
+        return "none"
     others = plan.get("other_exits") or ()
     return " or ".join(map(str, (*others, plan["exit_layer"])))

@@ -12,7 +12,7 @@ from eesd_lite.bench import contenders
 from eesd_lite.bench.exits import measure_exits
 from eesd_lite.bench.run import all_identical, run_bench
 from eesd_lite.bench.settings import BenchSettings, Throttle
-from eesd_lite.bench.table import exit_lines
+from eesd_lite.bench.table import exit_lines, render
 from eesd_lite.bench.turns import Course
 from eesd_lite.errors import BudgetError, EesdError
 from eesd_lite.params import SamplingParams
@@ -132,3 +132,14 @@ def test_the_demo_models_exits_are_measured_and_one_is_benched(demo_model: Any) 
     assert [bool(row["note"]) for row in exits["rows"]] == [False, False, False, True, True]
     assert exits["chosen"] == report["plans"]["plain"]["exit_layer"] in (6, 10)
     assert all_identical(report)
+
+
+def test_the_heading_says_where_each_plan_drafts() -> None:
+    plans = {
+        "plain": {"tiers": ["device"] * 4, "resident_layers": 4, "exit_layer": None, "notes": []},
+        "drafting": {"tiers": ["device"] * 4, "resident_layers": 3, "exit_layer": 3, "other_exits": [1], "notes": []},
+    }
+    asked = {"prompts": 1, "max_new_tokens": 8, "repeat": 1, "temperature": 0.0}
+    report = {"plans": plans, "settings": asked, "model": {"name": "some-model"}, "controllers": {}, "baselines": {}}
+    heading = render({**report, "exits": {}, "disk": {}, "throttle": {}, "machine": {}}).splitlines()[0]
+    assert "plain: 4 of 4 layers resident, exit none; drafting: 3 of 4 layers resident, exit 1 or 3" in heading

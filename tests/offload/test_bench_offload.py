@@ -133,6 +133,7 @@ def test_pictures_are_drawn_from_the_report_alone(report: dict[str, Any], tmp_pa
         (["--memory", "64MiB", "--exit-layers", "2", "--controllers", "off"], "without a controller that drafts"),
         (["--memory", "64MiB", "--drafter", "head,tail"], "drafter must be one of head, ngram, both, not 'tail'"),
         (["--memory", "64MiB", "--draft-vocab", "all", "--head-bits", "16"], "set head_bits 8 or 4 with it"),
+        (["--memory", "64MiB", "--drafter", ""], "--drafter: name one or more of head, ngram, both"),
         (["--memory", "64MiB", "--drafter", "both"], "--drafter both needs layers to draft at"),
     ],
 )

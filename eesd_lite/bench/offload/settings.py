@@ -52,6 +52,8 @@ class OffloadSettings:
             raise EesdError(f"unknown baseline {unknown[0]!r}; known: {', '.join(BASELINES)}")
         if not self.memories or min(self.memories) <= MARGIN:
             raise EesdError(f"--memory: give one size or more, each above {MARGIN >> 20} MiB")
+        if not self.drafters:
+            raise EesdError("--drafter: name one or more of head, ngram, both")
         for name in self.drafters:
             check_drafter(name)
         DraftWeights(8 if self.head_bits is None else self.head_bits, self.draft_vocab).check()
