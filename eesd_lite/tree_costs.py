@@ -9,6 +9,8 @@ Plain Python; reads no clock. Used by `eesd_lite.controllers_tree`.
 
 from __future__ import annotations
 
+from operator import mul
+
 NODE_KNEES = (0, 3, 8, 24)  # up to some rows a product costs what one row costs; behind a disk many are free
 _KEEP = 0.98  # per round: about the last 50 count
 _RATE_KEEP = 0.985  # as in costs.py
@@ -49,14 +51,19 @@ class TreeCosts:
         weight = 1.0 / (seconds * seconds)
         for i, x in enumerate(features):
             row = self._gram[i]
-            for j, y in enumerate(features):
-                row[j] = _KEEP * row[j] + weight * x * y
+            row[:] = [_KEEP * g + weight * x * y for g, y in zip(row, features, strict=True)]
             self._moment[i] = _KEEP * self._moment[i] + weight * x * seconds
         self._solve(_SWEEPS if nodes else _PLAIN_SWEEPS)
 
     def seconds(self, nodes: int, steps: int) -> float:
         """Expected seconds of a round; 0 before the first."""
-        return sum(price * x for price, x in zip(self._prices, _features(nodes, steps), strict=True))
+        prices = self._prices
+        total = prices[0] + prices[1] * steps
+        for place, knee in enumerate(NODE_KNEES, start=2):  # a plain round asks several times: no tuples, no zeros
+            if nodes <= knee:
+                break
+            total += prices[place] * (nodes - knee)
+        return total
 
     def throughput(self) -> float:
         """Recent tokens per second; 0 before the first round."""
@@ -69,7 +76,7 @@ class TreeCosts:
             for i, row in enumerate(self._gram):
                 if row[i] <= 0.0:
                     continue
-                rest = sum(g * price for g, price in zip(row, self._prices, strict=True)) - row[i] * self._prices[i]
+                rest = sum(map(mul, row, self._prices)) - row[i] * self._prices[i]
                 ridge = _RIDGE * row[i] + stale if i else 0.0
                 self._prices[i] = max(0.0, (self._moment[i] - rest) / (row[i] + ridge))
 
