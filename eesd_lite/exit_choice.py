@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from eesd_lite.errors import EesdError, HeadError
 from eesd_lite.plan_cost import Rates, sweep_cost
@@ -30,8 +30,7 @@ ExitWish = int | str | Sequence[int] | None  # a layer, `auto`, several layers, 
 
 def check_exit(exit_layer: ExitWish, head: str | Path | None) -> None:
     """EesdError for an exit layer that is neither numbers nor `auto`, or for `auto` where there is no choice."""
-    if exit_layer is not None and not isinstance(exit_layer, (int, str)):
-        split_exits(exit_layer)
+    split_exits(exit_layer)
     if isinstance(exit_layer, str) and exit_layer != AUTO:
         raise EesdError(f"exit_layer must be a number of layers or '{AUTO}', not '{exit_layer}'")
     if exit_layer == AUTO and head in ("instant", "random"):
@@ -40,14 +39,19 @@ def check_exit(exit_layer: ExitWish, head: str | Path | None) -> None:
         )
 
 
+def _is_layer(value: object) -> TypeGuard[int]:
+    """Python's True is an int: a configuration file's `true` must not become layer 1."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def split_exits(exit_layer: ExitWish) -> tuple[int | str | None, tuple[int, ...]]:
     """The deepest exit, or what was said instead, and the others ascending.
 
     EesdError for one that is named twice, and for what is no number of layers.
     """
-    if exit_layer is None or isinstance(exit_layer, (int, str)):
+    if exit_layer is None or isinstance(exit_layer, str) or _is_layer(exit_layer):
         return exit_layer, ()
-    if not isinstance(exit_layer, Sequence) or not all(isinstance(one, int) for one in exit_layer):
+    if not isinstance(exit_layer, Sequence) or not all(_is_layer(one) for one in exit_layer):
         raise EesdError(f"exit_layer must be a number of layers, several of them, or '{AUTO}', not {exit_layer!r}")
     exits = sorted(int(one) for one in exit_layer)
     twice = [one for one, other in zip(exits, exits[1:], strict=False) if one == other]

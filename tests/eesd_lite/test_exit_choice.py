@@ -178,7 +178,7 @@ def test_wishes_that_leave_no_choice_are_refused() -> None:
 SLOW = Rates(link=None, disk=20 * 10**6, device=20 * 10**9, layer_time=100, token_time=500, row=0.35)
 
 
-@pytest.mark.parametrize("wish", [2.5, (10, "20"), [None], (10.0, 20), {10, 20}])
+@pytest.mark.parametrize("wish", [2.5, (10, "20"), [None], (10.0, 20), {10, 20}, True, [True, 20]])
 def test_exit_layers_that_are_no_numbers_are_one_line(wish: Any) -> None:
     with pytest.raises(EesdError, match="exit_layer must be a number of layers, several of them, or 'auto', not"):
         check_exit(wish, None)
