@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
+from typing import TypeVar
 
 from eesd_lite.controller import Controller, LearnsDraftTime
 from eesd_lite.costs import RoundCosts
@@ -17,6 +19,8 @@ from eesd_lite.replay.curves import CostCurve
 from eesd_lite.replay.trace import Answer, Trace
 
 MakeController = Callable[[int, RoundCosts], Controller]  # from a seed and the plan's costs as learned so far
+Costs = TypeVar("Costs")
+Plays = TypeVar("Plays")
 MODES = ("conversations", "one", "cold")
 _HICCUP = 0.01  # share of rounds that take five times as long, when times are noisy
 
@@ -36,6 +40,20 @@ class Played:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
+def by_answer(
+    make: Callable[[int, Costs], Plays], no_costs: Callable[[], Costs], mode: str, seed: int
+) -> Iterator[Plays]:
+    """Each answer's controller, without end; what is kept from one to the next depends on the mode, as in `play`."""
+    assert mode in MODES, mode
+    costs = no_costs()
+    controller = make(seed, costs)
+    for number in count(1):
+        yield controller
+        if mode != "one":
+            costs = no_costs() if mode == "cold" else costs
+            controller = make(seed + number, costs)
+
+
 def play(
     trace: Trace,
     curve: CostCurve,
@@ -51,13 +69,7 @@ def play(
     `noise` is the spread of the seconds that the controller sees (and one round in a hundred takes five times as long).
     """
     played, chance = Played(), random.Random(seed)
-    assert mode in MODES, mode
-    costs = RoundCosts()
-    controller = make(seed, costs)
-    for number, answer in enumerate(trace.answers):
-        if number and mode != "one":
-            costs = RoundCosts() if mode == "cold" else costs
-            controller = make(seed + number, costs)
+    for answer, controller in zip(trace.answers, by_answer(make, RoundCosts, mode, seed), strict=False):
         _play_answer(answer, trace, curve, controller, played, lambda: hiccups(chance, noise))
     return played
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from eesd_lite.controllers_tree import TreeController
-from eesd_lite.replay.player import MODES, Played, hiccups, quickest
+from eesd_lite.replay.player import Played, by_answer, hiccups, quickest
 from eesd_lite.replay.tree_curves import Group, TreeCurve
 from eesd_lite.replay.tree_trace import RecordedTree, TreeTrace
 from eesd_lite.tree_costs import TreeCosts
@@ -76,13 +76,8 @@ def play_trees(
     log: list[tuple[Group, ...]] | None = None,
 ) -> Played:
     """Every answer of the trace; modes and noise as in `player.play`. The groups of every round go to `log`."""
-    assert mode in MODES, mode
-    played, chance, costs = Played(), random.Random(seed), TreeCosts()
-    controller = make(seed, costs)
-    for number, trees in enumerate(trace.trees):
-        if number and mode != "one":
-            costs = TreeCosts() if mode == "cold" else costs
-            controller = make(seed + number, costs)
+    played, chance = Played(), random.Random(seed)
+    for trees, controller in zip(trace.trees, by_answer(make, TreeCosts, mode, seed), strict=False):
         drafts = _play_answer(trees, trace, curve, controller, played, lambda: hiccups(chance, noise))
         if log is not None:
             log += drafts

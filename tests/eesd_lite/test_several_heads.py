@@ -37,26 +37,25 @@ PROMPT = list(b"Once upon")  # that of test_interruptions
 EngineOf = Callable[..., Engine]
 
 
-class SwitchingExits(ByRound):
-    """Drafts so many tokens at such an exit in each round, over and over."""
+class Switching:
+    """For every round an exit, and so many tokens or nodes, over and over; what those are says the class beside it."""
+
+    _round: int
 
     def __init__(self, rounds: Sequence[tuple[int, int]]) -> None:
-        super().__init__([length for _, length in rounds])
+        super().__init__([size for _, size in rounds])  # type: ignore[call-arg]
         self._exits = [exit_layer for exit_layer, _ in rounds]
 
     def choose_exit(self, limit: int) -> int:
         return self._exits[(self._round + 1) % len(self._exits)]
 
 
-class SwitchingTrees(TreesByRound):
-    """The same with trees."""
+class SwitchingExits(Switching, ByRound):
+    """Chains."""
 
-    def __init__(self, rounds: Sequence[tuple[int, int]]) -> None:
-        super().__init__([size for _, size in rounds])
-        self._exits = [exit_layer for exit_layer, _ in rounds]
 
-    def choose_exit(self, limit: int) -> int:
-        return self._exits[(self._round + 1) % len(self._exits)]
+class SwitchingTrees(Switching, TreesByRound):
+    """Trees."""
 
 
 SWITCHES = st.lists(st.tuples(st.sampled_from(EXITS), st.integers(0, 4)), min_size=1, max_size=7)
